@@ -1,0 +1,8 @@
+"""The checks halfstep ships, family by family."""
+
+from __future__ import annotations
+
+from halfstep.checks.registry import BaseCheck
+from halfstep.checks.scaling import ClipScaledGradients
+
+CHECKS: tuple[type[BaseCheck], ...] = (ClipScaledGradients,)

@@ -1,0 +1,57 @@
+"""All checks: our own families, and those that other packages add by the entry point ``halfstep.checks``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from typing import ClassVar, Protocol
+
+from halfstep.checks.story import Story, Update
+from halfstep.events import Event, Finding
+
+
+class Check(Protocol):
+    """Judges one rule, or a few that rest on the same observation.
+
+    ``see`` is called with every event *before* the story has folded it; ``updated`` after an attempt, with all that
+    went into it; ``end`` once, when the run is over. Each returns findings; the judge counts repeats of the same rule
+    at the same line. A check keeps its own state, reads nothing but events and the story, and costs O(1) an event.
+    """
+
+    rules: ClassVar[tuple[str, ...]]
+
+    def see(self, event: Event, story: Story) -> Iterable[Finding]: ...
+
+    def updated(self, update: Update, story: Story) -> Iterable[Finding]: ...
+
+    def end(self, story: Story) -> Iterable[Finding]: ...
+
+
+class BaseCheck:
+    """A check that sees nothing; families override what they need."""
+
+    rules: ClassVar[tuple[str, ...]] = ()
+
+    def see(self, event: Event, story: Story) -> Iterable[Finding]:
+        return ()
+
+    def updated(self, update: Update, story: Story) -> Iterable[Finding]:
+        return ()
+
+    def end(self, story: Story) -> Iterable[Finding]:
+        return ()
+
+
+def checks() -> list[Check]:
+    """A fresh instance of every check, for one run."""
+    from halfstep.checks import families
+
+    found: list[Check] = [kind() for kind in families.CHECKS]
+    for point in entry_points(group="halfstep.checks"):
+        found.append(point.load()())
+    return found
+
+
+def rules() -> tuple[str, ...]:
+    """The names of all rules that some check judges, sorted."""
+    return tuple(sorted({rule for check in checks() for rule in check.rules}))

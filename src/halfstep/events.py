@@ -1,0 +1,454 @@
+"""The language all speak: what a run did (events) and what is wrong with it (findings).
+
+Events are frozen, plain and versioned: numbers, strings and tuples of them, no tensors, so that a record can be
+judged and drawn anywhere. The watch and the engine write them, ``record`` keeps them, ``checks`` judge them.
+A value that was not known when the event happened (it was still on the device) is read late, before the event is
+released; ``None`` always means "not observed", never zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+SCHEMA = 1
+
+Severity = Literal["error", "warning", "info"]
+Outcome = Literal["applied", "skipped", "empty"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A line of the user's: file, line and function; in a notebook the file is the cell's name."""
+
+    file: str
+    line: int
+    function: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What every event carries: its number in the run, the user's line, the contributions begun so far."""
+
+    seq: int = 0
+    at: Place | None = None
+    micro: int = 0
+
+
+# -- the run -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Started(Event):
+    argv: tuple[str, ...] = ()
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    devices: tuple[str, ...] = ()
+    rank: int = 0
+    world_size: int = 1
+    pid: int = 0
+    time: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Raised(Event):
+    """The exception that ended the script; `frames` innermost last, the user's own only."""
+
+    type: str
+    message: str
+    frames: tuple[Place, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended(Event):
+    code: int | str | None = 0
+    by: str = "script"
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault(Event):
+    """A failure inside halfstep itself; the run goes on, what this hook would have seen is missing."""
+
+    where: str
+    message: str
+
+
+# -- things made, loaded, saved ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalerMade(Event):
+    scaler: int
+    scale: float
+    enabled: bool = True
+    device: str = ""
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerMade(Event):
+    """`dtypes`: parameter dtype -> number of parameter tensors; `options`: the first group's plain settings."""
+
+    optimizer: int
+    type: str
+    parameters: int
+    elements: int
+    dtypes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerMade(Event):
+    """`length`: the calls after which the schedule has run its course, where it has such a number."""
+
+    scheduler: int
+    optimizer: int | None
+    type: str
+    length: int | None = None
+    per_metric: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLoaded(Event):
+    """`load_state_dict` of a module, optimizer, scaler or scheduler."""
+
+    kind: str
+    ident: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSaved(Event):
+    """`torch.save`; `has` names what was found in it ("model", "optimizer", "scaler", ...) as far as it could be told."""
+
+    has: tuple[str, ...] = ()
+
+
+# -- contributions -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one element loss of a contribution weighs (see `halfstep.weigh.Term`, whose fields these are).
+
+    The numbers include every factor on the loss, the loss scale too; `Contribution.scale` says which that was.
+    """
+
+    loss: str
+    reduction: str
+    positions: int
+    supervised: int | None
+    weight_sum: float | None
+    divisor: float | None
+    total: float
+    coefficient: float
+    spread: float
+    ignored_share: float
+    targets: int | None = None
+    soft: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution(Event):
+    """One backward.
+
+    ``optimizers``: those whose parameters received gradient, with the number of parameter tensors that did.
+    ``scale``: the loss scale its root carried (None: none); ``scaler``: whose.
+    ``opaque``: why it could not be weighed (then ``shares`` may be partial).
+    ``loss``: the root's value as passed to backward, scale included. ``dtype``: the root's.
+    ``autocast``: half dtype of the autocast region the last forward ran in, or None; ``inside_autocast``: backward was
+    itself called inside a region that is on. ``graph``: identity of the forward, equal for several backwards on one.
+    """
+
+    number: int
+    optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    scale: float | None = None
+    scaler: int | None = None
+    shares: tuple[Share, ...] = ()
+    opaque: str | None = None
+    loss: float | None = None
+    dtype: str = "float32"
+    autocast: str | None = None
+    inside_autocast: bool = False
+    retain_graph: bool = False
+    create_graph: bool = False
+    loss_at: Place | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientsTaken(Event):
+    """`autograd.grad`; `scale` is the loss scale its outputs carried."""
+
+    scale: float | None = None
+    scaler: int | None = None
+    create_graph: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientsCleared(Event):
+    """`zero_grad`, `p.grad = None` or zeroing by hand. ``had``: parameter tensors that held a gradient."""
+
+    optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    how: str = "zero_grad"
+    had: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientsEdited(Event):
+    """Gradients changed by the user's own code. ``zeroed``: they are all zero now.
+
+    ``operator``: what did it, where it was looked at; ``factor``: the scalar it multiplied by.
+    """
+
+    optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    zeroed: bool | None = None
+    operator: str | None = None
+    factor: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientsRead(Event):
+    """A statistic of gradients taken (a norm, a maximum). ``how``: function or operator."""
+
+    optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    how: str = ""
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clipped(Event):
+    """``kind``: "norm" or "value"; ``limit`` as passed; ``norm``: the total norm found, before clipping."""
+
+    kind: str
+    limit: float
+    norm: float | None = None
+    optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    norm_type: float = 2.0
+
+
+# -- updates -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unscaled(Event):
+    """``in_step``: done by `scaler.step` itself, because nobody had."""
+
+    scaler: int
+    optimizer: int
+    scale: float | None = None
+    found_inf: bool | None = None
+    in_step: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt(Event):
+    """One attempt of an optimizer to change its parameters.
+
+    ``via``: "scaler" or "optimizer" (called directly). ``outcome``: what came of it. ``divided_by``: the factor a fused
+    optimizer divides gradients by inside its own pass. ``gradients``: parameter tensors that held a gradient.
+    ``norm``: of the gradients as the optimizer saw them, where it was measured. ``moved``: whether a parameter changed.
+    """
+
+    optimizer: int
+    via: str = "optimizer"
+    scaler: int | None = None
+    outcome: Outcome = "applied"
+    closure: bool = False
+    divided_by: float | None = None
+    gradients: int = 0
+    parameters: int = 0
+    lr: float | None = None
+    norm: float | None = None
+    nonfinite: bool | None = None
+    moved: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleUpdated(Event):
+    """`scaler.update()`; ``given``: a scale set by hand."""
+
+    scaler: int
+    before: float | None = None
+    after: float | None = None
+    given: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStepped(Event):
+    scheduler: int
+    optimizer: int | None = None
+    position: int | None = None
+    metric: bool = False
+    lr_before: float | None = None
+    lr_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParametersChanged(Event):
+    """Parameters changed outside an optimizer's update. ``pending``: contributions then waiting in their gradients."""
+
+    optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    operator: str | None = None
+
+
+# -- regions and modules -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutocastEntered(Event):
+    region: int
+    device: str
+    dtype: str
+    enabled: bool
+    depth: int = 1
+    thread: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutocastLeft(Event):
+    region: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleCalled(Event):
+    """A root module's forward (one called by no other module)."""
+
+    module: int
+    type: str
+    training: bool
+    grad_enabled: bool
+    autocast: str | None = None
+    examples: int | None = None
+    optimizers: tuple[int, ...] = ()
+    thread: int = 0
+
+
+# -- findings ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One fault, with its place, its numbers and its cure; `count` is how often it was seen."""
+
+    rule: str
+    severity: Severity
+    message: str
+    at: Place | None = None
+    update: int | None = None
+    count: int = 1
+    evidence: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fix: str = ""
+    module: str | None = None
+    operator: str | None = None
+    phase: str | None = None
+    rank: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The finding as the `--json` document has it (design, section 4)."""
+        out: dict[str, Any] = {
+            "rule": self.rule,
+            "severity": self.severity,
+            "message": self.message,
+            "file": self.at.file if self.at else None,
+            "line": self.at.line if self.at else None,
+            "update": self.update,
+            "count": self.count,
+            "evidence": plain(dict(self.evidence)),
+            "fix": self.fix,
+        }
+        for name in ("module", "operator", "phase", "rank"):
+            if getattr(self, name) is not None:
+                out[name] = getattr(self, name)
+        return out
+
+
+# -- JSON lines --------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """`value` as strict JSON can hold it: non-finite floats become the strings "inf", "-inf", "nan"."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value
+
+
+def _kinds(base: type[Event]) -> Iterator[type[Event]]:
+    for kind in base.__subclasses__():
+        yield kind
+        yield from _kinds(kind)
+
+
+@functools.cache
+def _registry() -> dict[str, type[Event]]:
+    return {kind.__name__: kind for kind in _kinds(Event)}
+
+
+def encode(event: Event) -> str:
+    """One line of JSON: {"kind": class name, fields that differ from their default}."""
+    out: dict[str, Any] = {"kind": type(event).__name__}
+    for field in dataclasses.fields(event):
+        value = getattr(event, field.name)
+        default = field.default if field.default is not dataclasses.MISSING else None
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if value != default or (field.default is dataclasses.MISSING and value is None):
+            out[field.name] = _dump(value)
+    return json.dumps(out, separators=(",", ":"))
+
+
+def _dump(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _dump(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): _dump(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_dump(v) for v in value]
+    return value
+
+
+def decode(line: str) -> Event | None:
+    """The event of a line; None for a kind this version does not know (a later one wrote it)."""
+    raw = json.loads(line)
+    kind = _registry().get(raw.pop("kind", ""))
+    if kind is None:
+        return None
+    hints = _hints(kind)
+    return kind(**{name: _load(value, hints[name]) for name, value in raw.items() if name in hints})
+
+
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+def _hints(kind: type) -> dict[str, Any]:
+    if kind not in _HINTS:
+        _HINTS[kind] = typing.get_type_hints(kind)
+    return _HINTS[kind]
+
+
+def _load(value: Any, hint: Any) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if value is None:
+        return None
+    if origin in (types.UnionType, typing.Union):
+        return _load(value, next(a for a in args if a is not type(None)))
+    if origin is tuple:
+        return tuple(_load(v, args[0]) for v in value)
+    if origin is not None and isinstance(value, dict):
+        key = args[0] if args else str
+        return {(int(k) if key is int else k): v for k, v in value.items()}
+    if dataclasses.is_dataclass(hint):
+        hints = _hints(typing.cast(type, hint))
+        return hint(**{k: _load(v, hints[k]) for k, v in value.items() if k in hints})  # type: ignore[operator]
+    return value

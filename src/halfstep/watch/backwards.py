@@ -1,0 +1,103 @@
+"""Backwards: each is a contribution, weighed on its own graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfstep.events import Contribution, GradientsTaken, Share
+from halfstep.watch.autocasts import Autocasts, name_of
+from halfstep.watch.gradients import Gradients
+from halfstep.watch.patches import Patches
+from halfstep.watch.scalers import Scalers
+from halfstep.watch.stream import Late
+from halfstep.weigh import Term, Weighing, weigh
+
+if TYPE_CHECKING:
+    from halfstep.watch.session import Session
+
+
+class Backwards:
+    def __init__(self, session: Session, gradients: Gradients, scalers: Scalers, autocasts: Autocasts) -> None:
+        self._session = session
+        self._gradients = gradients
+        self._scalers = scalers
+        self._autocasts = autocasts
+        self._depth = 0
+
+    def install(self, patches: Patches) -> None:
+        patches.around(torch.autograd, "backward", self._before, self._after, self._failed)
+        patches.around(torch.autograd, "grad", None, self._after_grad)
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Weighing] | None:
+        self._depth += 1
+        if self._depth > 1:
+            return None  # a recomputation inside a backward (reentrant checkpointing) is no contribution of its own
+        self._gradients.reconcile()
+        roots = _roots(args, kwargs)
+        self._session.stream.micro += 1
+        self._session.look.backward = True
+        return [weigh(root) for root in roots if root.numel() == 1 and root.grad_fn is not None]
+
+    def _failed(self, token: Any, error: BaseException) -> None:
+        self._depth -= 1
+        self._session.look.backward = self._depth > 0
+        for weighing in token or ():
+            weighing.remove()
+
+    def _after(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._depth -= 1
+        if token is None:
+            return
+        self._session.look.backward = False
+        roots = _roots(args, kwargs)
+        mark = self._scalers.mark_of(roots)
+        received = {i: c.received for i, c in self._gradients.settle().items() if c.received}
+        opaque = next((w.opaque for w in token if w.opaque), None if token else "no graph")
+        draft = self._session.stream.emit(
+            Contribution,
+            at=self._session.place(),
+            number=self._session.stream.micro,
+            optimizers=received,
+            scale=Late(mark.scale) if mark else None,
+            scaler=mark.scaler if mark else None,
+            opaque=opaque,
+            loss=Late(roots[0]) if roots and roots[0].numel() == 1 else None,
+            dtype=name_of(roots[0].dtype) if roots else "float32",
+            autocast=self._autocasts.last_half(),
+            inside_autocast=self._autocasts.inside(roots[0].device.type) if roots else False,
+            retain_graph=bool(kwargs.get("retain_graph", args[2] if len(args) > 2 else None)),
+            create_graph=bool(kwargs.get("create_graph", args[3] if len(args) > 3 else False)),
+        )
+        for weighing in token:
+            weighing.remove()
+        draft.tensors = [tensor for weighing in token for tensor in weighing.late()]
+
+        def finish(fields: dict[str, Any], numbers: Sequence[float]) -> None:
+            fields["shares"] = tuple(share(term) for weighing in token for term in weighing.read())
+
+        draft.finish = finish
+
+    def _after_grad(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mark = self._scalers.mark_of(_roots(args, kwargs, "outputs"))
+        self._session.stream.emit(
+            GradientsTaken,
+            at=self._session.place(),
+            scale=Late(mark.scale) if mark else None,
+            scaler=mark.scaler if mark else None,
+            create_graph=bool(kwargs.get("create_graph", args[4] if len(args) > 4 else False)),
+        )
+
+
+def share(term: Term) -> Share:
+    """The event's plain copy of a weighed term."""
+    return Share(**{name: getattr(term, name) for name in Share.__slots__})
+
+
+def _roots(args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "tensors") -> list[torch.Tensor]:
+    value = kwargs.get(name, args[0] if args else ())
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [v for v in value if isinstance(v, torch.Tensor)]

@@ -1,0 +1,122 @@
+"""What became of every gradient and parameter, from identities and version counters alone: no value is read.
+
+A gradient's version counter rises by one with every in-place change (accumulating, zeroing, scaling), and a new tensor
+means that the old one was cleared. Comparing two moments therefore tells which parameters received a contribution and
+whether somebody else touched a gradient or a parameter in between. Fused optimizers do not bump parameters' counters,
+nor do writes through ``.data``; a look (see ``look``) sees those.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+Optimizer = torch.optim.Optimizer
+
+
+@dataclass(slots=True)
+class Change:
+    """What changed for one optimizer's parameters since the last look at them, in parameter tensors."""
+
+    arrived: int = 0
+    accumulated: int = 0
+    replaced: int = 0
+    cleared: int = 0
+    parameters: int = 0
+    touched: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def received(self) -> int:
+        return self.arrived + self.accumulated + self.replaced
+
+
+class _Account:
+    __slots__ = ("grads", "ident", "ref", "values", "versions")
+
+    def __init__(self, optimizer: Optimizer, ident: int) -> None:
+        self.ref = weakref.ref(optimizer)
+        self.ident = ident
+        self.grads: dict[int, int] = {}  # id(parameter) -> id(gradient)
+        self.versions: dict[int, int] = {}  # id(parameter) -> the gradient's version
+        self.values: dict[int, int] = {}  # id(parameter) -> the parameter's own version
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        optimizer = self.ref()
+        if optimizer is not None:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+
+class Ledger:
+    """Numbers optimizers as they appear and compares their gradients between two moments."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[int, _Account] = {}  # id(optimizer) -> account
+        self._numbers = itertools.count(1)
+
+    def ident(self, optimizer: Optimizer) -> int:
+        """The optimizer's number in this run; a new one is entered with its gradients as they are now."""
+        account = self._accounts.get(id(optimizer))
+        if account is None or account.ref() is not optimizer:
+            account = _Account(optimizer, next(self._numbers))
+            self._accounts[id(optimizer)] = account
+            self._settle(account)
+        return account.ident
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        account = self._accounts.get(id(optimizer))
+        return account is not None and account.ref() is optimizer
+
+    def optimizers(self) -> Iterator[tuple[int, Optimizer]]:
+        for account in list(self._accounts.values()):
+            optimizer = account.ref()
+            if optimizer is not None:
+                yield account.ident, optimizer
+
+    def compare(self) -> dict[int, Change]:
+        """What changed since the last comparison, by optimizer number (only those where something did)."""
+        changes: dict[int, Change] = {}
+        for key, account in list(self._accounts.items()):
+            if account.ref() is None:
+                del self._accounts[key]
+                continue
+            change = self._settle(account)
+            if change is not None:
+                changes[account.ident] = change
+        return changes
+
+    def _settle(self, account: _Account) -> Change | None:
+        change: Change | None = None
+        grads, versions, values = account.grads, account.versions, account.values
+        for parameter in account.parameters():
+            key = id(parameter)
+            grad = parameter.grad
+            value = parameter._version
+            if values.get(key) != value:
+                if key in values:
+                    change = change or Change()
+                    change.parameters += 1
+                values[key] = value
+            if grad is None:
+                if grads.pop(key, None) is not None:
+                    change = change or Change()
+                    change.cleared += 1
+                continue
+            version = grad._version
+            old = grads.get(key)
+            if old == id(grad) and versions[key] == version:
+                continue
+            change = change or Change()
+            if old is None:
+                change.arrived += 1
+            elif old == id(grad):
+                change.accumulated += 1
+            else:
+                change.replaced += 1
+            change.touched.append(grad)
+            grads[key], versions[key] = id(grad), version
+        return change

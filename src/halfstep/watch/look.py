@@ -1,0 +1,183 @@
+"""A look: for a while, every operator is seen as it runs, with the user's line and its real tensors.
+
+Calls tell what a script asked of torch; a look tells what it did by hand (weights decayed, averages kept, gradients
+scaled or measured) and with which numbers (which operator overflowed). It costs some ten microseconds an operator, so
+looks are rationed by a count of operators: the first updates of a run, then updates 2^k, and whenever something went
+wrong. Nothing is compiled while a look is open, so a script that compiles is not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from halfstep.events import Place
+
+if TYPE_CHECKING:
+    from halfstep.watch.session import Session
+
+BUDGET = 12_000  # operators seen before looks are limited to updates 2^k
+_ELEMENTS = 1 << 16  # so many elements count as one operator more
+
+
+class Operation:
+    """One operator call: what ran on which tensors. The line is found when somebody asks for it."""
+
+    __slots__ = ("_at", "_place", "args", "backward", "func", "kwargs", "out")
+
+    def __init__(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], backward: bool, place: Callable[[], Place | None]
+    ) -> None:
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.out: Any = None
+        self.backward = backward
+        self._place = place
+        self._at: Place | None = None
+
+    @property
+    def name(self) -> str:
+        """The operator's name without overload: "mul_", "addmm"."""
+        return str(self.func._schema.name).split("::")[-1]
+
+    @property
+    def mutates(self) -> bool:
+        return bool(self.func._schema.is_mutable)
+
+    @property
+    def at(self) -> Place | None:
+        if self._at is None:
+            self._at = self._place()
+        return self._at
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensor arguments, lists of tensors included, in order."""
+        out: list[torch.Tensor] = []
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, torch.Tensor):
+                out.append(value)
+            elif isinstance(value, (list, tuple)):
+                out.extend(v for v in value if isinstance(v, torch.Tensor))
+        return out
+
+
+class Lens(Protocol):
+    """What is looked for. ``before`` is called for operators that write to an argument, ``after`` for all."""
+
+    def before(self, operation: Operation) -> None: ...
+
+    def after(self, operation: Operation) -> None: ...
+
+
+class Look:
+    """Opens and closes looks; holds the lenses.
+
+    `open` and `close` are called between updates, from the thread that trains. While halfstep computes for itself,
+    `silent` keeps its own operators out of sight.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.lenses: list[Lens] = []
+        self.spent = 0
+        self.forbidden: str | None = None  # why no look is taken
+        self.backward = False
+        self._mode: _Mode | None = None
+        self._updates = 0
+        self._wanted = 0
+
+    @property
+    def is_open(self) -> bool:
+        return self._mode is not None
+
+    def open(self) -> None:
+        if self._mode is None and self.forbidden is None and self.lenses:
+            self._mode = _Mode(self)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        mode = self._mode
+        if mode is None:
+            return
+        if _get_current_dispatch_mode() is not mode:
+            mode.live = False  # somebody else's mode lies on top: ours stays, blind, until it is uncovered
+            return
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._mode = None
+
+    def want(self, updates: int = 3) -> None:
+        """Something went wrong: look at the next few updates."""
+        self._wanted = max(self._wanted, updates)
+
+    def forbid(self, why: str) -> None:
+        self.forbidden = self.forbidden or why
+        self.close()
+
+    def update_ended(self) -> None:
+        """Between two updates: decide whether the next one is looked at."""
+        self._updates += 1
+        number = self._updates + 1
+        due = self.spent < BUDGET or number & (number - 1) == 0 or self._wanted > 0
+        self._wanted = max(0, self._wanted - 1)
+        if due and self.forbidden is None:
+            self.open()
+        else:
+            self.close()
+
+    def silent(self) -> _Silence:
+        return _Silence(self._mode)
+
+
+class _Silence(AbstractContextManager[None]):
+    """A region in which the open look sees nothing."""
+
+    __slots__ = ("_mode", "_was")
+
+    def __init__(self, mode: _Mode | None) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        if self._mode is not None:
+            self._was = self._mode.live
+            self._mode.live = False
+
+    def __exit__(self, *_: object) -> None:
+        if self._mode is not None:
+            self._mode.live = self._was
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, look: Look) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._look = look
+        self.live = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.live or any(t not in (torch.Tensor, torch.nn.Parameter) for t in types):
+            return func(*args, **kwargs)
+        look = self._look
+        look.spent += 1
+        operation = Operation(func, args, kwargs, look.backward, look._session.place)
+        if operation.mutates:
+            self._tell("before", operation)
+        operation.out = out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor):
+            look.spent += out.numel() // _ELEMENTS
+        self._tell("after", operation)
+        return out
+
+    def _tell(self, when: str, operation: Operation) -> None:
+        self.live = False
+        try:
+            for lens in self._look.lenses:
+                getattr(lens, when)(operation)
+        except Exception as error:
+            self._look._session.fault(f"looking {when} {operation.name}", error)
+        finally:
+            self.live = True

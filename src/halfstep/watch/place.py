@@ -1,0 +1,54 @@
+"""Which line of the user's is this? The innermost frame outside torch, site-packages, the library and halfstep."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+from types import CodeType, FrameType
+
+from halfstep.events import Place
+
+_OWN = str(Path(__file__).resolve().parents[1])
+_FOREIGN = tuple(
+    {
+        _OWN,
+        *(str(Path(p)) for p in sysconfig.get_paths().values() if p and p.endswith("site-packages")),
+        str(Path(sysconfig.get_paths()["stdlib"])),
+        str(Path(sysconfig.get_paths()["platstdlib"])),
+    }
+)
+_known: dict[CodeType, bool] = {}
+
+
+def is_users(code: CodeType) -> bool:
+    """Whether this code is the user's own. Remembered by code object, so that a walk costs a look-up a frame."""
+    users = _known.get(code)
+    if users is None:
+        file = code.co_filename
+        users = not (
+            file.startswith(_FOREIGN)
+            or "site-packages" in file
+            or "dist-packages" in file
+            or (file.startswith("<") and not file.startswith(("<ipython", "<string>", "<stdin>", "<cell")))
+        )
+        _known[code] = users
+    return users
+
+
+def place(frame: FrameType | None = None) -> Place | None:
+    """The user's line that led here; None where no frame is the user's (a thread of a library)."""
+    frame = frame or sys._getframe(1)
+    main: FrameType | None = None
+    while frame is not None:
+        code = frame.f_code
+        if is_users(code):
+            return _of(frame)
+        if frame.f_globals.get("__name__") == "__main__" and not code.co_filename.startswith(_OWN):
+            main = frame  # `-m package` inside site-packages: the script is the user's all the same
+        frame = frame.f_back
+    return _of(main) if main is not None else None
+
+
+def _of(frame: FrameType) -> Place:
+    return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)

@@ -1,0 +1,223 @@
+"""A session: from the moment torch is watched to the moment it is exactly as it was."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import platform
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+from halfstep.checks.judge import Judge, Summary
+from halfstep.events import Ended, Event, Fault, Finding, Place, Raised, Started
+from halfstep.record.writer import RecordWriter
+from halfstep.watch.ledger import Ledger
+from halfstep.watch.look import Look
+from halfstep.watch.patches import Patches
+from halfstep.watch.place import is_users, place
+from halfstep.watch.stream import Stream
+
+
+class Sight(Protocol):
+    """One subject of the watch: it hooks what concerns it and emits events. One file a subject."""
+
+    def install(self, patches: Patches) -> None: ...
+
+
+class Session:
+    """Watches torch in this process, records events and judges them as they come.
+
+    Use it as a context manager, or `start` and `stop` it (across notebook cells). A session inside a session is
+    silent: the outer one sees everything. ``record``: a directory to keep the events in (None: kept only in memory,
+    judged and forgotten). ``tell``: called with each error finding as soon as it is certain. ``limit``: end the run,
+    by `halfstep.launch.Enough`, after so many applied updates.
+    """
+
+    _active: Session | None = None
+
+    def __init__(
+        self,
+        *,
+        record: str | os.PathLike[str] | None = None,
+        tell: Callable[[Finding], None] | None = None,
+        limit: int | None = None,
+    ) -> None:
+        self.judge = Judge(tell=tell)
+        self.limit = limit
+        self._writer = RecordWriter(Path(record), rank=rank()) if record is not None else None
+        self.stream = Stream(self._release)
+        self.ledger = Ledger()
+        self.look = Look(self)
+        self.patches = Patches(self.fault, self.look.silent)
+        self.place: Callable[[], Place | None] = place
+        self._numbers: dict[str, itertools.count[int]] = {}
+        self._idents: dict[tuple[str, int], tuple[weakref.ref[Any], int]] = {}
+        self._faults: set[tuple[str, str]] = set()
+        self._lock = threading.RLock()
+        self._began = 0.0
+        self._nested = False
+        self.sights: Sequence[Sight] = ()
+
+    # -- life ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> Session:
+        if Session._active is not None:
+            self._nested = Session._active is not self
+            return self
+        from halfstep.watch.sights import sights
+
+        Session._active = self
+        self._nested = False
+        self._began = self._began or time.time()
+        self.stream.emit(
+            Started,
+            argv=tuple(sys.argv),
+            versions={"python": platform.python_version(), "torch": torch.__version__},
+            devices=tuple(sorted({"cpu", *_accelerator()})),
+            rank=rank(),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            pid=os.getpid(),
+            time=self._began,
+        )
+        self.sights = self.sights or sights(self)
+        for sight in self.sights:
+            try:
+                sight.install(self.patches)
+            except Exception as error:
+                self.fault(f"install {type(sight).__name__}", error)
+        self.patches.live = True
+        self.look.open()
+        return self
+
+    def stop(self) -> Session:
+        """Put torch back and judge what is left; may be started again."""
+        if Session._active is self:
+            self.look.close()
+            self.patches.restore()
+            for sight in reversed(self.sights):
+                remove = getattr(sight, "remove", None)
+                if remove is not None:
+                    try:
+                        remove()
+                    except Exception as error:
+                        self.fault(f"remove {type(sight).__name__}", error)
+            Session._active = None
+            self.stream.flush()
+        return self
+
+    def __enter__(self) -> Session:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None and not self._nested:
+            self.raised(error)
+        self.finish(None if error is None else 1)
+
+    def raised(self, error: BaseException) -> None:
+        """The script ended in this exception (its place: the innermost line of the user's)."""
+        frames: list[Place] = []
+        tb = error.__traceback__
+        while tb is not None:
+            code = tb.tb_frame.f_code
+            if is_users(code):
+                frames.append(Place(code.co_filename, tb.tb_lineno, code.co_qualname))
+            tb = tb.tb_next
+        self.stream.emit(
+            Raised,
+            at=frames[-1] if frames else None,
+            type=type(error).__name__,
+            message=str(error)[:2000],
+            frames=tuple(frames),
+        )
+
+    def finish(self, code: int | str | None = 0, by: str = "script") -> None:
+        """End the record and the judgement. Safe to call twice."""
+        if self._nested:
+            return
+        self.stop()
+        if not self.judge.ended:
+            self.stream.emit(Ended, code=code, by=by, seconds=time.time() - self._began)
+            self.stream.flush()
+            self.judge.end()
+            if self._writer is not None:
+                self._writer.close()
+
+    # -- what sights use -----------------------------------------------------------------------------------------
+
+    def ident(self, kind: str, thing: Any) -> int:
+        """The number of ``thing`` among its kind in this run; the thing itself is not kept alive."""
+        key = (kind, id(thing))
+        known = self._idents.get(key)
+        if known is not None and known[0]() is thing:
+            return known[1]
+        number = next(self._numbers.setdefault(kind, itertools.count(1)))
+        self._idents[key] = (weakref.ref(thing), number)
+        return number
+
+    def fault(self, where: str, error: BaseException) -> None:
+        """A failure of our own: told once a place, never raised into the run."""
+        message = f"{type(error).__name__}: {error}"
+        if (where, message) not in self._faults:
+            self._faults.add((where, message))
+            self.stream.emit(Fault, where=where, message=message[:500])
+
+    def applied(self, draft_at: Place | None) -> None:
+        """An update was attempted: release what gathered, and end the run when it has seen enough."""
+        self.look.update_ended()
+        self.stream.breathe()
+        if self.limit is not None:
+            self.stream.flush()
+            if self.judge.summary.applied >= self.limit:
+                from halfstep.launch import Enough
+
+                raise Enough
+
+    # -- results -------------------------------------------------------------------------------------------------
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What was found so far, the gravest first. Reading it flushes late values."""
+        outer = Session._active if self._nested else None
+        if outer is not None:
+            return outer.findings
+        self._flush()
+        return self.judge.findings()
+
+    @property
+    def summary(self) -> Summary:
+        self._flush()
+        return self.judge.summary
+
+    def _flush(self) -> None:
+        with self.look.silent():
+            self.stream.flush()
+
+    def _release(self, event: Event) -> None:
+        with self._lock:
+            try:
+                if self._writer is not None:
+                    self._writer.write(event)
+                self.judge.see(event)
+            except Exception as error:
+                self._release_fault(event, error)
+
+    def _release_fault(self, event: Event, error: Exception) -> None:
+        self.judge.broken(f"judging {type(event).__name__} {event.seq}", error)
+
+
+def rank() -> int:
+    """This process's rank, by the launcher's word (0 without one)."""
+    return int(os.environ.get("RANK", "0") or 0)
+
+
+def _accelerator() -> tuple[str, ...]:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return () if device is None else (device.type,)

@@ -1,0 +1,34 @@
+"""The subjects a session watches, in the order they are hooked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from halfstep.watch.session import Session, Sight
+
+
+def sights(session: Session) -> Sequence[Sight]:
+    from halfstep.watch.autocasts import Autocasts
+    from halfstep.watch.backwards import Backwards
+    from halfstep.watch.gradients import Gradients
+    from halfstep.watch.modules import Modules
+    from halfstep.watch.optimizers import Optimizers
+    from halfstep.watch.scalers import Scalers
+    from halfstep.watch.schedulers import Schedulers
+    from halfstep.watch.states import States
+
+    gradients = Gradients(session)
+    scalers = Scalers(session, gradients)
+    autocasts = Autocasts(session)
+    return (
+        Optimizers(session, gradients, scalers),
+        scalers,
+        gradients,
+        Backwards(session, gradients, scalers, autocasts),
+        Schedulers(session),
+        autocasts,
+        Modules(session, autocasts),
+        States(session),
+    )

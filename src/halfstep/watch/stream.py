@@ -1,0 +1,101 @@
+"""From what hooks saw to events: late values are read together, then events go out in order."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from halfstep.events import Event, Place
+
+
+class Late:
+    """A value still on its device. ``then`` makes the event's field of the number read."""
+
+    __slots__ = ("tensor", "then")
+
+    def __init__(self, tensor: torch.Tensor, then: Callable[[float], Any] = float) -> None:
+        self.tensor = tensor.detach()
+        self.then = then
+
+
+class Draft:
+    """An event about to be: its class, its fields (some of them `Late`), and what must be read to finish it."""
+
+    __slots__ = ("fields", "finish", "kind", "tensors")
+
+    def __init__(self, kind: type[Event], fields: dict[str, Any]) -> None:
+        self.kind = kind
+        self.fields = fields
+        self.tensors: Sequence[torch.Tensor] = ()
+        self.finish: Callable[[dict[str, Any], Sequence[float]], None] | None = None
+
+
+class Stream:
+    """Drafts in, events out, in the order they happened.
+
+    Nothing is read from a device before ``hold`` drafts have come or ``patience`` seconds have passed (or `flush` is
+    called): then all late values are read in one go per device, so that watching adds no host read per micro-batch
+    or update.
+    """
+
+    def __init__(self, release: Callable[[Event], None], hold: int = 512, patience: float = 2.0) -> None:
+        self._release = release
+        self._hold = hold
+        self._patience = patience
+        self._flushed = time.monotonic()
+        self._drafts: list[Draft] = []
+        self._number = itertools.count(1)
+        self._flushing = False
+        self.micro = 0
+
+    def emit(self, kind: type[Event], /, *, at: Place | None = None, **fields: Any) -> Draft:
+        """Note that this happened now. Fields may be `Late`; the draft may be completed until it is released."""
+        draft = Draft(kind, {"seq": next(self._number), "at": at, "micro": self.micro, **fields})
+        self._drafts.append(draft)
+        return draft
+
+    def breathe(self) -> None:
+        """Between two updates: release what has gathered, if it is much or old."""
+        if len(self._drafts) >= self._hold or time.monotonic() - self._flushed > self._patience:
+            self.flush()
+
+    def flush(self) -> None:
+        """Read what is late and release all drafts."""
+        if self._flushing:
+            return
+        self._flushing = True
+        try:
+            drafts, self._drafts = self._drafts, []
+            late = [v for d in drafts for v in d.fields.values() if isinstance(v, Late)]
+            extra = [t for d in drafts for t in d.tensors]
+            numbers = iter(read([v.tensor for v in late] + extra))
+            known = {id(v): v.then(next(numbers)) for v in late}
+            for draft in drafts:
+                fields = {k: known[id(v)] if isinstance(v, Late) else v for k, v in draft.fields.items()}
+                draft.fields = fields
+            for draft in drafts:
+                if draft.finish is not None:
+                    draft.finish(draft.fields, [next(numbers) for _ in draft.tensors])
+                self._release(draft.kind(**draft.fields))
+        finally:
+            self._flushing = False
+            self._flushed = time.monotonic()
+
+
+def read(tensors: Sequence[torch.Tensor]) -> list[float]:
+    """The numbers of 0-dim tensors: one transfer a device, none of torch's per-scalar reads."""
+    out: list[float] = [0.0] * len(tensors)
+    by_device: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(i)
+    for places in by_device.values():
+        with torch.no_grad():
+            wide = torch.float32 if tensors[places[0]].device.type == "mps" else torch.float64
+            together = torch.stack([tensors[i].detach().reshape(()).to(wide) for i in places])
+        for i, number in zip(places, together.tolist(), strict=True):
+            out[i] = number
+    return out
