@@ -127,7 +127,7 @@ class StateLoaded(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSaved(Event):
-    """`torch.save`; `has` names what was found in it ("model", "optimizer", "scaler", ...) as far as it could be told."""
+    """`torch.save`; `has` names what was found in it ("module", "optimizer", "scaler", "scheduler")."""
 
     has: tuple[str, ...] = ()
 

@@ -125,7 +125,7 @@ class Judge:
                     rule="halfstep-internal",
                     severity="info",
                     at=at,
-                    message=f"halfstep itself failed in {where}: {message}; what it would have seen there was not judged",
+                    message=f"halfstep itself failed in {where}: {message}; what it would have seen was not judged",
                     evidence={"where": where},
                     fix="please report this with the message above",
                 )

@@ -36,7 +36,7 @@ class Update:
 
     ``contributions``: those added to its gradients since its last attempt; ``erased``: those of them that a clearing
     removed before this attempt; ``stale``: how many contributions of earlier attempts were still in the gradients.
-    ``between``: every other event of this group that concerns it (unscale, clip, edits, changes, scale updates), in order.
+    ``between``: every other event of this group that concerns it (unscale, clip, edits, changes), in order.
     """
 
     number: int
