@@ -48,5 +48,9 @@ class ScaleFloorError(NonFiniteError):
     """The loss scale touched its floor again and again: lowering it further cannot help."""
 
 
+class UpdateDiffersError(HalfstepError, AssertionError):
+    """An accumulated gradient that is not the big batch's, or an update that is not the one it is held against."""
+
+
 class RecordError(HalfstepError, OSError):
     """A run record that cannot be written or read."""
