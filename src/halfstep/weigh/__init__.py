@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from halfstep.weigh.site import Site
-from halfstep.weigh.term import Term
+from halfstep.weigh.term import Reading, Term, join
 from halfstep.weigh.walk import Walk
 
 __all__ = ["Term", "Weighing", "weigh"]
@@ -47,12 +47,14 @@ class Weighing:
         ``values`` are the numbers of ``late()`` where the caller has read them already; else they are read here.
         """
         numbers = iter(_host(self.late()) if values is None else values)
-        terms = []
+        readings: list[Reading] = []
         for site in self._sites:
-            term = site.term([next(numbers) for _ in site.late()])
-            if term is not None:
-                terms.append(term)
-        return tuple(terms)
+            reading = site.reading([next(numbers) for _ in site.late()])
+            if reading is not None:
+                readings.append(reading)
+        if len(readings) > 1:
+            readings = join(readings)
+        return tuple(reading.term() for reading in readings)
 
 
 def weigh(loss: torch.Tensor, *, budget: int = 64, detail: bool = True) -> Weighing:
@@ -67,13 +69,31 @@ def weigh(loss: torch.Tensor, *, budget: int = 64, detail: bool = True) -> Weigh
     root = loss.grad_fn
     if root is None:
         return Weighing([], "no grad_fn")
-    walk = Walk(root, budget)
-    sites = [Site(place, detail) for place in walk.places]
+    sites: list[Site] = []
+    try:
+        walk = Walk(root, budget, not loss.dim())
+        groups: dict[object, int] = {}  # places on the same logits
+        for place in walk.places:
+            group = None if place.logits is None else groups.setdefault(place.logits, len(groups))
+            sites.append(Site(place, detail, group))
+    except Exception as error:  # an unknown kind of graph is not weighed; the user's backward goes on
+        for site in sites:
+            site.remove()
+        return Weighing([], f"{type(error).__name__} below {type(root).__name__}: {error}")
     return Weighing(sites, ", ".join(walk.opaque) or None)
 
 
 def _host(tensors: list[torch.Tensor]) -> list[float]:
-    """Plain numbers of 0-dim tensors: one wait for all that lie on one accelerator."""
-    if all(tensor.device.type in ("cpu", "mps") for tensor in tensors):
-        return [float(tensor) for tensor in tensors]
-    return [float(v) for v in torch.stack([tensor.detach().to(torch.float64) for tensor in tensors]).tolist()]
+    """Plain numbers of one-element tensors: one wait for all that lie on one accelerator."""
+    numbers = [0.0] * len(tensors)
+    far: dict[torch.device, list[int]] = {}
+    for at, tensor in enumerate(tensors):
+        if tensor.device.type in ("cpu", "mps"):
+            numbers[at] = float(tensor)
+        else:
+            far.setdefault(tensor.device, []).append(at)
+    for places in far.values():
+        stacked = torch.stack([tensors[at].detach().reshape(()).to(torch.float64) for at in places])
+        for at, number in zip(places, stacked.tolist(), strict=True):
+            numbers[at] = float(number)
+    return numbers

@@ -1,4 +1,4 @@
-"""What is taken at one place of the graph while backward runs, and the arithmetic that makes a Term of it."""
+"""What is taken at one place of the graph while backward runs: a few scalars, read late."""
 
 from __future__ import annotations
 
@@ -8,246 +8,244 @@ from typing import Any
 
 import torch
 
-from halfstep.weigh.term import Term
-from halfstep.weigh.walk import Place, saved
+from halfstep.weigh.nodes import is_hidden, saved
+from halfstep.weigh.term import Reading
+from halfstep.weigh.walk import Place
 
 _REDUCTIONS = ("none", "mean", "sum")
 _EXACT = 1 << 24  # float32 counts exactly up to here
+_FEW = 1 << 16  # below this a sum in FP64 costs nothing
+_BY_TARGET = ("cross_entropy", "nll")
 
 
 class Site:
-    """One hooked place. Holds no node: a hook that did would keep the whole graph alive."""
+    """One hooked place. Holds no node: a hook that did would keep the whole graph alive.
 
-    def __init__(self, place: Place, detail: bool) -> None:
+    Where one scalar gradient decides every coefficient, that scalar is kept as it is ("uniform"); else the vector
+    that arrives is reduced on its device. What tells supervised positions from others (targets, element weights) is
+    held until then at the latest.
+    """
+
+    def __init__(self, place: Place, detail: bool, group: int | None) -> None:
         node = place.node
-        self.name = place.name
-        self.kind = place.kind
-        self.positions = math.prod(place.shape)
-        self.targets = place.shape[0] if place.shape else 1
-        self.parts = place.parts
-        self.weighted = place.weighted
-        self.logits = place.logits  # dropped once the places of one term are joined
-        self.reduction = "none"
         self.failure: str | None = None
+        self._name, self._kind, self._shape = place.name, place.kind, place.shape
+        self._positions = math.prod(place.shape)
+        self._parts, self._share, self._classes, self._empty = place.parts, place.share, place.classes, place.empty
+        self._dim, self._slot = place.dim, place.slot
+        self._group = group
         self._detail = detail
-        self._share = place.share
-        self._classes = place.classes
-        self._dim = place.dim
-        self._slot = place.slot
-        self._grad: torch.Tensor | None = None  # the scalar that decides every coefficient
-        self._stats: list[torch.Tensor] = []  # total, count, mass, [smallest, largest], [weight sum]
-        self._count: torch.Tensor | int | None = self.positions  # supervised, where the target tells
-        self._weights: torch.Tensor | None = None  # their weight sum
-        self._has_weights = False
-        self._target: torch.Tensor | None = None
-        self._weight: torch.Tensor | None = None
-        self._ignore: int | None = None
-        self._blind = False  # the target exists and cannot be read
+        self._copies = 1
+        self._reduction = "none"
         self._seen = False
+        self._numbers: dict[str, torch.Tensor] = {}  # what is read late
+        self._blind = False  # there are targets or element weights, behind somebody's unpack hook
+        self._weighted = place.weight is not None  # by class, or by element
+        self._within = place.weighted
+        self._target: torch.Tensor | None = None
+        self._weight: torch.Tensor | None = place.weight
+        self._ignored: int | None = None
         if place.kind == "loss":
             self._hold(node)
-        self._scalar = place.kind != "soft" and (place.above is not None or self.reduction != "none")
+        self._uniform = place.kind != "soft" and (place.above is not None or self._reduction != "none")
         self._index = place.index
-        if self._scalar or self.kind == "soft":
-            self._settle()
-        if place.kind == "soft":
-            self._handle = node.register_hook(self._after)
-            return
-        if place.above is not None and self._scalar and self.reduction == "none":
-            node, self._index = place.above, 0
-        self._handle = node.register_prehook(self._before)
+        if self._uniform:
+            if self._target is not None or self._weight is not None:
+                self._settle()
+            if self._reduction == "none":
+                node, self._index = place.above, 0
+        self._handle = node.register_hook(self._after) if place.kind == "soft" else node.register_prehook(self._before)
 
     def _hold(self, node: Any) -> None:
-        """Take what tells supervised positions from the others: no copies, nothing that holds a graph."""
+        """Take what tells supervised positions and weights: no copies, nothing that holds a graph."""
         code = getattr(node, "_saved_reduction", 0)
-        self.reduction = _REDUCTIONS[code]
-        if self.name in ("cross_entropy", "nll"):
-            self._target, weight = saved(node, "target"), getattr(node, "_raw_saved_weight", None)
-            self._blind = self._target is None
-            self._ignore = node._saved_ignore_index
-            self._ignore = self._ignore - (1 << 64) if self._ignore >= 1 << 63 else self._ignore
-            self._weight = saved(node, "weight")
-            self._has_weights = self._weight is not None or (weight is not None and weight.unpack_hook is not None)
-            if code:
-                total = saved(node, "total_weight")
-                if self._has_weights:
-                    self._weights = total
-                elif total is not None and total.dtype in (torch.float32, torch.float64) and self.positions <= _EXACT:
-                    self._count, self._target, self._blind = total, None, False
-        elif self.name.startswith("bce"):
-            self._weight = saved(node, "weight")
-            raw = getattr(node, "_raw_saved_weight", None)
-            self._blind = self._weight is None and raw is not None and raw.unpack_hook is not None
-            self._has_weights = self._weight is not None
-
-    def _settle(self) -> None:
-        """Count supervised positions from the target alone, on its device."""
-        if self._blind:
-            self._count = None
-        with torch.no_grad():
-            valid = self._valid()
-            if valid is not None:
-                self._count = valid.sum()
-                if self._weights is None and self._has_weights and not self._blind:
-                    self._weights = self._weight_of(valid)
-        self._target = self._weight = None
+        self._reduction = _REDUCTIONS[code]
+        if self._name in _BY_TARGET:
+            ignored: int = node._saved_ignore_index  # unsigned: -100 arrives as 2^64 - 100
+            self._ignored = ignored if ignored < 1 << 63 else ignored - (1 << 64)
+            self._weighted = is_hidden(node, "weight") or saved(node, "weight") is not None
+            total = saved(node, "total_weight") if code else None
+            if self._weighted and total is not None:
+                self._numbers["weights"] = total
+            elif total is not None and self._positions <= _EXACT and total.dtype in (torch.float32, torch.float64):
+                self._numbers["count"] = total
+                return
+            self._target, self._weight = saved(node, "target"), saved(node, "weight")
+            self._blind = self._target is None or is_hidden(node, "weight")
+        elif self._name.startswith("bce"):
+            weight = saved(node, "weight")
+            self._blind = is_hidden(node, "weight")
+            self._weighted = weight is not None
+            self._weight = None if weight is None else weight.detach().expand(self._shape)
+        elif self._name == "multi_margin":
+            self._weighted = is_hidden(node, "weight") or saved(node, "weight") is not None
+        elif self._name == "ctc":
+            lengths = getattr(node, "_saved_target_lengths", None) if not is_hidden(node, "target_lengths") else None
+            self._weighted = True
+            if lengths is not None:
+                self._weight = torch.as_tensor(lengths).reshape(self._shape)
 
     def _valid(self) -> torch.Tensor | None:
-        if self._target is not None and self._ignore is not None:
-            return self._target != self._ignore
-        if self._weight is not None and self.name.startswith("bce"):
-            return self._weight != 0
-        return None
+        """Where elements are supervised, as far as targets and weights tell; None: everywhere, or unknown."""
+        if self._target is not None and self._ignored is not None:
+            return self._target != self._ignored
+        return self._weight != 0 if self._weight is not None and self._name.startswith("bce") else None
 
-    def _weight_of(self, live: torch.Tensor, factor: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum over live positions of their class weight (BCE: their own), times ``factor`` where given."""
+    def _weight_each(self, live: torch.Tensor | None) -> torch.Tensor:
+        """The weight of each element: its class's, its own, or a CTC sequence's target length."""
         assert self._weight is not None
-        weight = self._weight
-        if self._target is not None:
-            weight = weight[torch.where(live, self._target, 0)]
-        weight = weight if factor is None else weight * factor
-        return torch.where(live, weight, 0).sum(dtype=_wide(weight))
+        if self._target is None:
+            return self._weight
+        return self._weight[self._target if live is None else torch.where(live, self._target, 0)]
+
+    def _settle(self) -> None:
+        """Count supervised positions, and their weights, from the targets alone, on their device."""
+        # No grad mode needed: targets and weights are detached.
+        valid = None if self._blind or "count" in self._numbers else self._valid()
+        if valid is not None:
+            self._numbers["count"] = valid.sum()
+        if self._kind == "loss" and self._weight is not None and not self._blind and "weights" not in self._numbers:
+            each = self._weight_each(valid)
+            self._numbers["weights"] = _sum(each if valid is None else torch.where(valid, each, 0))
+        self._target = self._weight = None
 
     def _before(self, grads: Sequence[torch.Tensor | None]) -> None:
-        grad = grads[self._index] if self._index < len(grads) else None
+        grad = grads[self._index]
         if grad is None or self._seen:
             return
         self._seen = True
-        if self._scalar:
-            self._grad = grad.detach() if grad.requires_grad else grad
-            return
-        self._guard(grad)
+        if self._uniform:
+            grad = grad.detach() if grad.requires_grad else grad
+            self._numbers["grad"] = grad.reshape(()) if grad.dim() else grad
+        else:
+            self._take(grad)
 
     def _after(self, grad_inputs: Sequence[torch.Tensor | None], _: Any) -> None:
         grad = grad_inputs[self._slot]
-        if grad is None or self._seen:
-            return
-        self._seen = True
-        self._guard(grad)
+        if grad is not None and not self._seen:
+            self._seen = True
+            self._take(grad)
 
-    def _guard(self, grad: torch.Tensor) -> None:
+    def _take(self, grad: torch.Tensor) -> None:
         try:
             with torch.no_grad():
                 self._measure(grad.detach())
-        except Exception as error:  # whatever it is: the backward it happens in is not ours to end
-            self.failure = f"{type(error).__name__} while weighing {self.name}"
+        except Exception as error:  # whatever it is, the backward that it happens in is not ours to end
+            self.failure = f"{type(error).__name__} while weighing {self._name}"
         self._target = self._weight = None
 
     def _measure(self, grad: torch.Tensor) -> None:
-        if self.kind == "soft":
-            grad = grad.sum(self._dim, dtype=_wide(grad) if grad.dtype == torch.float64 else torch.float32)
-        size = grad.abs()
-        wide = _wide(size)
-        live = (size > 0) & (size < math.inf)
-        valid = self._valid()
-        mass = size.sum(dtype=wide)
-        total = mass
+        numbers = self._numbers
+        heavy: torch.Tensor | None = None
+        each: torch.Tensor | None = None
+        grad = grad if grad.dtype == torch.float64 else grad.float()
+        if self._kind == "soft":
+            size = grad.sum(self._dim).abs()
+            if self._weight is not None:
+                size, heavy = self._soft_weights(grad, size)
+                each = torch.where(size > 0, heavy / size, 0)
+        elif self._kind == "loss":
+            size = grad.abs().reshape(self._shape)
+        else:
+            for dim in range(grad.dim()):
+                if grad.stride(dim) == 0 and grad.size(dim) > 1:  # expanded: the same numbers again
+                    self._copies *= grad.size(dim)
+                    grad = grad.narrow(dim, 0, 1)
+            size = grad.abs()
+        numbers["mass"] = _sum(size)
+        valid = None if self._blind or self._kind != "loss" else self._valid()
         if valid is not None:
-            valid = valid.reshape(size.shape) if valid.numel() == size.numel() else valid.expand(size.shape)
-            live = live & valid
-            total = torch.where(valid, size, 0).sum(dtype=wide)
-        self._stats = [total, live.sum(), mass]
+            size = size * valid.reshape(size.shape).to(size.dtype)
+        numbers["plain"] = numbers["mass"] if valid is None else _sum(size)
+        live = size.sign()
+        if not self._blind:
+            numbers["count"] = _sum(live)
         if self._detail and size.numel():
-            lowest = torch.where(live, size, math.inf).amin()
-            self._stats += [lowest, torch.where(live, size, 0).amax()]
-        if self._weight is not None and not self._blind:
-            if self._target is not None:
-                self._target = self._target.reshape(size.shape)
-                self._stats.append(self._weight_of(live, size))
-            else:
-                self._weight = self._weight.expand(size.shape)
-            self._weights = self._weight_of(live)
+            numbers["high"] = high = size.amax()
+            # The smallest that is not 0: zeros are lifted to the largest (cheaper than a masked fill).
+            numbers["low"] = live.mul(-high).add_(high).add_(size).amin()
+        if self._kind == "loss" and not self._blind and self._weight is not None:
+            self._target = None if self._target is None else self._target.reshape(size.shape)
+            each = self._weight_each(live > 0).to(size.device)
+            heavy = None if self._name.startswith("bce") else size * each
+        if each is not None:
+            numbers["weights"] = _sum(live * each)
+        if heavy is not None:
+            numbers["heavy"] = _sum(heavy)
+
+    def _soft_weights(self, grad: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Coefficients without and with the class weights, of which ``grad`` holds the one or the other."""
+        assert self._weight is not None
+        weight = self._weight.reshape([-1 if dim == self._dim else 1 for dim in range(grad.dim())])
+        factor = torch.where(weight != 0, 1 / weight, 0) if self._within else weight
+        other = (grad * factor).sum(self._dim, dtype=size.dtype).abs()
+        return (other, size) if self._within else (size, other)
 
     def remove(self) -> None:
         self._handle.remove()
         self._target = self._weight = None
 
     def late(self) -> list[torch.Tensor]:
-        if self.failure is not None or not self._seen:
-            return []
-        held = [self._grad] if self._scalar else list(self._stats)
-        held += [t for t in (self._count if self._scalar else None, self._weights) if isinstance(t, torch.Tensor)]
-        return [t for t in held if t is not None]
+        """What is to be read, once the gradient came by."""
+        return list(self._numbers.values()) if self._seen and self.failure is None else []
 
-    def term(self, values: list[float]) -> Term | None:
-        """The term, from the numbers that ``late()`` gave, in its order; None where no gradient came by."""
-        if self.failure is not None or not self._seen:
+    def reading(self, values: Sequence[float]) -> Reading | None:
+        """What was seen, from the numbers of ``late()`` in its order; None where no gradient came by."""
+        if not self._seen or self.failure is not None:
             return None
-        return self._uniform(list(values)) if self._scalar else self._varied(list(values))
-
-    def _uniform(self, values: list[float]) -> Term:
-        grad = abs(values.pop(0))
-        count = self._count
-        supervised = round(values.pop(0)) if isinstance(count, torch.Tensor) else count
-        weight_sum = values.pop(0) if self._weights is not None else None
-        if self._has_weights is False and supervised is not None:
-            weight_sum = float(supervised)
-        positions = self.positions
-        share, ignored = 0.0, 0.0
-        if self.kind == "loss" and self.reduction == "mean" and self.name in ("cross_entropy", "nll"):
-            divisor, total = weight_sum, grad
-        else:
-            each = grad * self._classes * (1.0 / max(positions, 1) if self.reduction == "mean" else self._share)
-            divisor = float(positions) if self.reduction == "mean" else (1 / each if each else None)
-            by_class = self._has_weights and not self.name.startswith("bce")
-            units = weight_sum if by_class else supervised
-            total = math.nan if units is None else each * units
-            share = each * positions
-            if supervised is not None and self.reduction != "sum":
-                ignored = 1 - supervised / positions if positions and share else 0.0
-        if supervised == 0:
-            total, divisor = math.nan, None
-        return self._make(supervised, weight_sum, divisor, total, 0.0, ignored)
-
-    def _varied(self, values: list[float]) -> Term:
-        mine, values = values[: len(self._stats)], values[len(self._stats) :]
-        total, count, mass, *rest = mine
-        factor = float(self._classes)
-        live = total
-        low = high = math.nan
-        if self._detail and len(rest) >= 2:
-            low, high, *rest = rest
-        by_class = bool(rest)
-        supervised = None if self._blind else round(count)
-        weight_sum: float | None = values[0] if values else None
-        if not self._has_weights and supervised is not None:
-            weight_sum = float(supervised)
-        plain = total * factor
-        total = (rest[0] if by_class else total) * factor
-        ignored = 1 - live / mass if mass > 0 and math.isfinite(mass) else 0.0
-        each = plain / supervised if supervised else math.nan
-        spread = (high - low) * factor / each if supervised and each else math.nan
-        divisor = 1 / each if supervised and each else None
-        if supervised == 0 and not math.isfinite(mass):
-            total = math.nan
-        return self._make(supervised, weight_sum, divisor, total, spread if supervised else 0.0, ignored)
-
-    def _make(
-        self,
-        supervised: int | None,
-        weight_sum: float | None,
-        divisor: float | None,
-        total: float,
-        spread: float,
-        ignored: float,
-    ) -> Term:
-        return Term(
-            loss=self.name,
-            reduction=self.reduction,
-            positions=self.positions,
+        seen = dict(zip(self._numbers, values, strict=True))
+        supervised = None if self._blind else self._positions
+        if "count" in seen:
+            # Nothing finite arrived: 0/0, no element can be told from another.
+            supervised = round(seen["count"] * self._copies) if math.isfinite(seen.get("mass", 0.0)) else 0
+        weights = seen.get("weights")
+        if not self._weighted and supervised is not None:
+            weights = float(supervised)
+        reading = Reading(
+            loss=self._name,
+            reduction=self._reduction,
+            positions=self._positions,
             supervised=supervised,
-            weight_sum=weight_sum,
-            divisor=divisor,
-            total=total,
-            coefficient=total / supervised if supervised else math.nan,
-            spread=spread,
-            ignored_share=min(max(ignored, 0.0), 1.0),
-            targets=self.targets,
-            soft=self.kind in ("soft", "classes"),
-            parts=self.parts,
+            weight_sum=weights,
+            targets=self._shape[0] if self._shape else 1,
+            parts=self._parts,
+            kind=self._kind,
+            weighted=self._weighted,
+            group=self._group,
         )
+        if self._uniform:
+            self._spread_evenly(reading, abs(seen["grad"]))
+        else:
+            factor = float(self._classes)
+            reading.plain, reading.mass = seen["plain"] * factor * self._copies, seen["mass"] * factor * self._copies
+            reading.total = seen["heavy"] * factor if "heavy" in seen else reading.plain
+            mean = reading.plain / supervised if supervised else 0.0
+            reading.spread = (seen.get("high", math.nan) - seen.get("low", math.nan)) * factor / mean if mean else 0.0
+        if self._empty and not supervised:
+            reading.total = reading.plain = math.nan
+        return reading
+
+    def _spread_evenly(self, reading: Reading, grad: float) -> None:
+        supervised, positions, weights = reading.supervised, self._positions, reading.weight_sum
+        if self._reduction == "mean" and self._name in _BY_TARGET:
+            reading.total = reading.plain = reading.mass = grad if supervised != 0 else math.nan
+            reading.divisor = weights
+            return
+        mean = self._reduction == "mean"
+        coefficient = grad / max(positions, 1) if mean else grad * self._share * self._classes
+        reading.divisor = float(positions) if mean else None
+        counted = positions if supervised is None else supervised
+        reading.plain = coefficient * counted
+        reading.mass = reading.plain if self._reduction == "sum" else coefficient * positions
+        heavy = weights if self._kind == "loss" and self._name in (*_BY_TARGET, "ctc") else None
+        reading.total = reading.plain if heavy is None else coefficient * heavy
+        if not positions:
+            reading.total = math.nan
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
-    """Sums are taken in FP64 where the device has it."""
-    return torch.float32 if tensor.device.type == "mps" else torch.float64
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """A sum that counts exactly far beyond 2^24: rows in the tensor's own dtype, then FP64 where the device has it."""
+    wide = torch.float32 if tensor.device.type == "mps" else torch.float64
+    if tensor.dim() > 1:
+        tensor = tensor.flatten(1).sum(1)
+    return tensor.sum(dtype=wide) if tensor.numel() < _FEW else tensor.sum().to(wide)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -45,3 +46,93 @@ class Term:
     parts: int = 1
     """Components that an inner sum folds into one element before the average: 8 for
     ``((a - b) ** 2).sum(-1).mean()`` on 8 features, whose ``total`` is therefore 8."""
+
+
+@dataclass(slots=True)
+class Reading:
+    """What one place of the graph showed. Places on the same logits may be addends of one term: see ``join``."""
+
+    loss: str
+    reduction: str
+    positions: int
+    supervised: int | None
+    weight_sum: float | None
+    targets: int | None
+    parts: int
+    kind: str
+    weighted: bool
+    group: int | None
+    total: float = 0.0
+    plain: float = 0.0  # the total without class weights
+    mass: float = 0.0  # the same over all positions
+    spread: float = 0.0
+    divisor: float | None = None  # a mean node's own
+    soft: bool = False
+
+    def add(self, other: Reading, factor: float = 1.0) -> None:
+        """Take in an addend of the same term: coefficients add up position by position."""
+        total = self.plain + other.plain * factor
+        if total:
+            self.spread = (self.spread * self.plain + other.spread * other.plain * factor) / total
+        self.total += other.total * factor
+        self.plain = total
+        self.mass += other.mass * factor
+        self.soft = True
+
+    def term(self) -> Term:
+        counted = self.positions if self.supervised is None else self.supervised
+        divisor = self.divisor
+        if divisor is None and self.plain > 0 and math.isfinite(self.plain):
+            divisor = counted / self.plain
+        known = self.mass > 0 and math.isfinite(self.mass)
+        return Term(
+            loss=self.loss,
+            reduction=self.reduction,
+            positions=self.positions,
+            supervised=self.supervised,
+            weight_sum=self.weight_sum,
+            divisor=divisor if counted else None,
+            total=self.total,
+            coefficient=self.total / self.supervised if self.supervised else math.nan,
+            spread=self.spread,
+            ignored_share=min(max(1 - self.plain / self.mass, 0.0), 1.0) if known else 0.0,
+            targets=self.targets,
+            soft=self.soft or self.kind in ("soft", "classes"),
+            parts=self.parts,
+        )
+
+
+def join(readings: list[Reading]) -> list[Reading]:
+    """Put the addends of one term together.
+
+    On the same logits, losses over the same number of targets are one term (mixup: two targets of one example), and
+    what weighs all classes alike is label smoothing, the other addend of the loss beside it. Anything else stays a
+    term of its own: two losses that only share their logits may have two denominators.
+    """
+    terms: list[Reading] = []
+    heads: dict[int, list[Reading]] = {}
+    for reading in readings:
+        if reading.kind not in ("loss", "chosen") or reading.group is None:
+            continue
+        same = [h for h in heads.setdefault(reading.group, []) if _size(h) == _size(reading)]
+        if same:
+            same[0].add(reading)
+        else:
+            heads[reading.group].append(reading)
+    for reading in readings:
+        head = heads.get(reading.group, []) if reading.group is not None else []
+        if reading.kind == "classes" and not head and reading.group is not None:
+            head = [r for r in readings if r.group == reading.group and r.kind == "soft" and r.loss == "cross_entropy"]
+        if reading.kind == "classes" and head:
+            # Torch's smoothing divides by the weights of the targets, too: counted without weights, as the target's.
+            ratio = 1.0
+            if reading.weighted and head[0].weight_sum and head[0].supervised:
+                ratio = head[0].weight_sum / head[0].supervised
+            head[0].add(reading, ratio)
+        elif reading.kind not in ("loss", "chosen") or not head or any(reading is h for h in head):
+            terms.append(reading)
+    return terms
+
+
+def _size(reading: Reading) -> tuple[int, int | None, str]:
+    return reading.positions, reading.supervised, reading.reduction
