@@ -64,6 +64,10 @@ class Watched:
         doc = document(findings, summary, code if changed is None else changed, by if changed is None else "halfstep")
         if self._json is not None:
             write(self._json, dump(doc))
+        if self._html is not None:
+            from halfstep.report.page import page
+
+            write(self._html, page(" ".join(sys.argv), findings, summary, session.history, session.facts()))
         show(findings, summary, Console(stderr=True))
         return changed
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from halfstep.events import ModuleCalled
+from halfstep.launch import hide
 from halfstep.watch.autocasts import Autocasts
 from halfstep.watch.patches import Patches
 
@@ -42,6 +43,7 @@ class Modules:
             finally:
                 local.inside = False
 
+        hide(call)
         patches.replace(torch.nn.Module, "__call__", call)
 
     def _called(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

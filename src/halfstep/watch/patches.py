@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from halfstep.launch import hide
+
 Before = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 After = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], None]
 Failed = Callable[[Any, BaseException], None]
@@ -73,6 +75,7 @@ class Patches:
                     self._fault(f"after {name}", error)
             return result
 
+        hide(wrapper)
         self.replace(owner, name, wrapper)
         if isinstance(owner, types.ModuleType):
             for module in list(sys.modules.values()):  # `from torch.nn.utils import clip_grad_norm_`, before us

@@ -18,6 +18,7 @@ import torch
 
 from halfstep.checks.judge import Judge, Summary
 from halfstep.events import Ended, Event, Fault, Finding, Place, Raised, Started
+from halfstep.record.history import History
 from halfstep.record.writer import RecordWriter
 from halfstep.watch.ledger import Ledger
 from halfstep.watch.look import Look
@@ -51,6 +52,7 @@ class Session:
         limit: int | None = None,
     ) -> None:
         self.judge = Judge(tell=tell)
+        self.history = History()
         self.limit = limit
         self._writer = RecordWriter(Path(record), rank=rank()) if record is not None else None
         self.stream = Stream(self._release)
@@ -196,6 +198,15 @@ class Session:
         self._flush()
         return self.judge.summary
 
+    def facts(self) -> dict[str, str]:
+        """What a report says of the run beside its numbers."""
+        return {
+            "command": " ".join(sys.argv),
+            "began": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._began)),
+            "versions": f"python {platform.python_version()}, torch {torch.__version__}",
+            "devices": ", ".join(sorted({"cpu", *_accelerator()})),
+        }
+
     def _flush(self) -> None:
         with self.look.silent():
             self.stream.flush()
@@ -205,6 +216,7 @@ class Session:
             try:
                 if self._writer is not None:
                     self._writer.write(event)
+                self.history.see(event)
                 self.judge.see(event)
             except Exception as error:
                 self._release_fault(event, error)
