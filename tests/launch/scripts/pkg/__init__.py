@@ -1,0 +1,3 @@
+import sys
+
+print("package", __name__, sys.argv[0])
