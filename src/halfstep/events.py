@@ -107,6 +107,19 @@ class OptimizerMade(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HalfParameters(Event):
+    """An optimizer about to update parameters that are themselves in half precision; ``at``: where they became so.
+
+    ``dtypes``: half dtype -> number of its parameter tensors that hold a gradient; ``name``: the first one's.
+    """
+
+    optimizer: int
+    dtypes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    name: str | None = None
+    used_at: Place | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerMade(Event):
     """`length`: the calls after which the schedule has run its course, where it has such a number."""
 
@@ -119,10 +132,15 @@ class SchedulerMade(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLoaded(Event):
-    """`load_state_dict` of a module, optimizer, scaler or scheduler."""
+    """`load_state_dict` of a module, optimizer, scaler or scheduler, or a file read ("file with optimizer").
+
+    ``states``: parameter tensors for which an optimizer holds state after it. ``numbers``: plain floats in the file.
+    """
 
     kind: str
     ident: int | None = None
+    states: int | None = None
+    numbers: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +183,9 @@ class Contribution(Event):
     ``opaque``: why it could not be weighed (then ``shares`` may be partial).
     ``loss``: the root's value as passed to backward, scale included. ``dtype``: the root's.
     ``autocast``: half dtype of the autocast region the last forward ran in, or None; ``inside_autocast``: backward was
-    itself called inside a region that is on. ``graph``: identity of the forward, equal for several backwards on one.
+    itself called inside a region that is on. ``halves``: half dtype -> operators that computed in it, where the
+    micro-batch was looked at (else None). ``lost``: the largest share of a gradient's elements that FP16 rounded to
+    zero in one operator of backward, looked at likewise; ``lost_by``: that operator.
     """
 
     number: int
@@ -181,6 +201,9 @@ class Contribution(Event):
     retain_graph: bool = False
     create_graph: bool = False
     loss_at: Place | None = None
+    halves: Mapping[str, int] | None = None
+    lost: float | None = None
+    lost_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,11 +217,15 @@ class GradientsTaken(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientsCleared(Event):
-    """`zero_grad`, `p.grad = None` or zeroing by hand. ``had``: parameter tensors that held a gradient."""
+    """`zero_grad`, `p.grad = None` or zeroing by hand. ``had``: parameter tensors that held a gradient.
+
+    ``nonfinite``: whether scaled gradients that no attempt had used held a non-finite value (None: not looked at).
+    """
 
     optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
     how: str = "zero_grad"
     had: int = 0
+    nonfinite: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,22 +243,33 @@ class GradientsEdited(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientsRead(Event):
-    """A statistic of gradients taken (a norm, a maximum). ``how``: function or operator."""
+    """A statistic of gradients taken (a norm, a maximum). ``how``: function or operator.
+
+    ``power``: the power of the loss scale that the value carries, where operators were looked at (a norm of scaled
+    gradients 1, its square 2, one that was divided by the scale 0). ``use``: what became of it: "read" to the host,
+    "compared" with a number, "mixed" with values that do not carry the scale.
+    """
 
     optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
     how: str = ""
     value: float | None = None
+    power: float | None = None
+    use: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clipped(Event):
-    """``kind``: "norm" or "value"; ``limit`` as passed; ``norm``: the total norm found, before clipping."""
+    """``kind``: "norm" or "value"; ``limit`` as passed; ``norm``: the total norm found, before clipping.
+
+    ``by_hand``: the script measured the norm and multiplied the gradients itself.
+    """
 
     kind: str
     limit: float
     norm: float | None = None
     optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
     norm_type: float = 2.0
+    by_hand: bool = False
 
 
 # -- updates -----------------------------------------------------------------------------------------------------
@@ -239,13 +277,74 @@ class Clipped(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unscaled(Event):
-    """``in_step``: done by `scaler.step` itself, because nobody had."""
+    """``in_step``: done by `scaler.step` itself, because nobody had.
+
+    ``optimizers``: all whose gradients it divided: two optimizers may own the same parameters.
+    """
 
     scaler: int
     optimizer: int
     scale: float | None = None
     found_inf: bool | None = None
     in_step: bool = False
+    optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused(Event):
+    """A verb of the scaler ("step", "unscale_", "update") raised: ``type`` and ``message`` of the exception."""
+
+    verb: str
+    scaler: int
+    optimizer: int | None = None
+    type: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleRead(Event):
+    """The script asked for the scale; ``computing``: its line computes with it at once."""
+
+    scaler: int
+    computing: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfUpdate(Event):
+    """One half of a two-step optimizer's update (SAM's `first_step`, `second_step`)."""
+
+    optimizer: int
+    method: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PenaltyMixed(Event):
+    """Gradients taken from a scaled output met values that do not carry the scale, with no division between.
+
+    ``at``: where they were taken; ``mixed_at``, ``operator``: where they met; ``power``: of the scale they carried.
+    """
+
+    scale: float | None = None
+    scaler: int | None = None
+    power: float = 1.0
+    operator: str = ""
+    mixed_at: Place | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NonFinite(Event):
+    """The operator that made the non-finite value which reached the loss or a gradient, its own inputs being finite.
+
+    ``phase``: "forward" or "backward"; in backward ``at`` is the line of the forward operator, ``node`` the gradient
+    operator. ``value``: "nan" or "inf"; ``dtype`` of the output; ``peak``: the largest magnitude among its inputs.
+    """
+
+    operator: str
+    phase: str = "forward"
+    node: str | None = None
+    value: str = "nan"
+    dtype: str = ""
+    peak: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +354,8 @@ class Attempt(Event):
     ``via``: "scaler" or "optimizer" (called directly). ``outcome``: what came of it. ``divided_by``: the factor a fused
     optimizer divides gradients by inside its own pass. ``gradients``: parameter tensors that held a gradient.
     ``norm``: of the gradients as the optimizer saw them, where it was measured. ``moved``: whether a parameter changed.
+    ``states``: parameter tensors that already had optimizer state. ``weights``: norm of the parameters after it, where
+    it was measured (the first attempts, then some); NaN or inf when it wrote such values.
     """
 
     optimizer: int
@@ -269,6 +370,8 @@ class Attempt(Event):
     norm: float | None = None
     nonfinite: bool | None = None
     moved: bool | None = None
+    states: int | None = None
+    weights: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
