@@ -121,13 +121,17 @@ class HalfParameters(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerMade(Event):
-    """`length`: the calls after which the schedule has run its course, where it has such a number."""
+    """`length`: the calls after which the schedule has run its course, where it has such a number.
+
+    ``overrun``: what further calls do: the rate "rises" again, "stays" at its end, or the call "raises".
+    """
 
     scheduler: int
     optimizer: int | None
     type: str
     length: int | None = None
     per_metric: bool = False
+    overrun: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -386,12 +390,15 @@ class ScaleUpdated(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStepped(Event):
+    """``given``: the caller passed the position itself, as schedules that follow the data's progress do."""
+
     scheduler: int
     optimizer: int | None = None
     position: int | None = None
     metric: bool = False
     lr_before: float | None = None
     lr_after: float | None = None
+    given: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,6 +407,107 @@ class ParametersChanged(Event):
 
     optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
     operator: str | None = None
+
+
+# -- weights, averages, orders -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AverageUpdated(Event):
+    """An average of an optimizer's parameters moved towards them: an EMA, a target network.
+
+    ``average``: its number in the run; ``optimizers``: whose parameters it follows, with how many of them;
+    ``decay``: the share of its old value that it kept; ``still``: of the elements that differed from their parameter,
+    the share that did not move all the same (looked at where the average is in half precision).
+    """
+
+    average: int
+    optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    how: str = ""
+    decay: float | None = None
+    dtype: str = "float32"
+    still: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParametersSampled(Event):
+    """Half-precision parameters compared with what they were ``updates`` attempts before.
+
+    ``elements`` were compared; of those that had a gradient (``driven``), ``still`` have the very value they had.
+    ``at``: where the parameters became half, else where the optimizer was made.
+    """
+
+    optimizer: int
+    dtype: str
+    updates: int
+    elements: int
+    driven: int
+    still: int
+    rounding: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MomentSampled(Event):
+    """A half-precision second moment beside the same average kept in FP32 over ``updates`` attempts.
+
+    ``ratio``: the median of stored / FP32 over the elements looked at; ``unchanged``: the share of them that the last
+    attempt left as they were although their squared gradient lay below them.
+    """
+
+    optimizer: int
+    key: str
+    dtype: str
+    beta: float
+    updates: int
+    ratio: float | None = None
+    unchanged: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenMoved(Event):
+    """Parameters meant frozen that an optimizer moved. ``why`` they are meant frozen: "requires_grad is False",
+    "gradient zeroed by hand", "no contribution". ``change``: the largest change of an element so far."""
+
+    optimizer: int
+    parameters: int
+    why: str
+    name: str | None = None
+    updates: int = 1
+    change: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderPassed(Event):
+    """One pass of a loader (or of a hand-drawn permutation) through its data; ``at``: the line that iterates.
+
+    ``source``: number of the data; ``began``: contributions before the pass; ``repeats``: batches from the first on
+    that held the very indices of the pass before it; ``shuffles``: whether its sampler means to shuffle.
+    """
+
+    source: int
+    sampler: str
+    shuffles: bool
+    began: int
+    batches: int
+    indices: int
+    repeats: int = 0
+    whole: bool = True
+    sampler_epoch: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphsKept(Event):
+    """Graphs of earlier contributions that something keeps alive.
+
+    ``graphs`` of the last ``asked`` contributions; ``tensors``: living tensors that carry a graph; ``growth`` of that
+    number an update; ``holder``: the variable that keeps them, where it was found (``at``: where it grows).
+    """
+
+    graphs: int
+    asked: int
+    tensors: int | None = None
+    growth: float | None = None
+    holder: str | None = None
 
 
 # -- regions and modules -----------------------------------------------------------------------------------------
@@ -421,8 +529,24 @@ class AutocastLeft(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleSeen(Event):
+    """A root module's first call. ``modal``: kinds of inner modules that act differently in training and evaluation,
+    with their number; ``fresh``: its batch statistics have never seen a batch."""
+
+    module: int
+    type: str
+    parameters: int = 0
+    modal: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    fresh: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleCalled(Event):
-    """A root module's forward (one called by no other module)."""
+    """A root module's forward (one called by no other module).
+
+    ``optimizers``: those that own some of its parameters. ``mode_at``: where its mode was last set. ``repeated``: on
+    the very input of its call before. ``own``: called by code that means this mode (batch statistics renewed).
+    """
 
     module: int
     type: str
@@ -432,6 +556,9 @@ class ModuleCalled(Event):
     examples: int | None = None
     optimizers: tuple[int, ...] = ()
     thread: int = 0
+    mode_at: Place | None = None
+    repeated: bool = False
+    own: bool = False
 
 
 # -- findings ----------------------------------------------------------------------------------------------------
