@@ -176,6 +176,15 @@ class Share:
     ignored_share: float
     targets: int | None = None
     soft: bool = False
+    parts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The whole loss divided by a number, between its reduction and the root; ``at``: where, once it was looked at."""
+
+    by: float
+    at: Place | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +199,9 @@ class Contribution(Event):
     itself called inside a region that is on. ``halves``: half dtype -> operators that computed in it, where the
     micro-batch was looked at (else None). ``lost``: the largest share of a gradient's elements that FP16 rounded to
     zero in one operator of backward, looked at likewise; ``lost_by``: that operator.
+    ``loss_at``: where the loss was reduced to one number; ``divisions``: what the whole of it was divided by since, the
+    last first. ``route``: the user's lines on the stack as one number: two calls of one helper differ in it.
+    ``reached``: which parameters received gradient, as one number for each optimizer.
     """
 
     number: int
@@ -205,9 +217,25 @@ class Contribution(Event):
     retain_graph: bool = False
     create_graph: bool = False
     loss_at: Place | None = None
+    divisions: tuple[Division, ...] = ()
+    route: int = 0
+    reached: Mapping[int, int] = dataclasses.field(default_factory=dict)
     halves: Mapping[str, int] | None = None
     lost: float | None = None
     lost_by: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRead(Event):
+    """The value of a contribution's loss went to the script (looked at).
+
+    ``factor``: what the value read must be multiplied by to give the root of the backward: 0.25 where it was read before
+    a division by 4. ``how``: "item", or the operator that took it (a running total, a list of losses).
+    """
+
+    contribution: int
+    factor: float = 1.0
+    how: str = "item"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -556,6 +584,7 @@ class ModuleCalled(Event):
     examples: int | None = None
     optimizers: tuple[int, ...] = ()
     thread: int = 0
+    carried: bool = False
     mode_at: Place | None = None
     repeated: bool = False
     own: bool = False

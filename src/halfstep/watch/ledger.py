@@ -27,6 +27,7 @@ class Change:
     replaced: int = 0
     cleared: int = 0
     parameters: int = 0
+    reached: int = 0  # which parameters received, as one number
     touched: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -49,6 +50,11 @@ class _Account:
         if optimizer is not None:
             for group in optimizer.param_groups:
                 yield from group["params"]
+
+
+def _mixed(number: int) -> int:
+    """Addresses differ in few bits: mixed, so that their sum without carry tells sets apart."""
+    return (number * 0x9E37_79B9_7F4A_7C15 >> 13) & 0xFFFF_FFFF_FFFF
 
 
 class Ledger:
@@ -118,5 +124,6 @@ class Ledger:
             else:
                 change.replaced += 1
             change.touched.append(grad)
+            change.reached ^= _mixed(key)
             grads[key], versions[key] = id(grad), version
         return change
