@@ -36,39 +36,56 @@ class Watched:
         self._updates = updates
         self._fail_on = fail_on
         self._began = time.monotonic()
+        self._pid = os.getpid()
         self._session: Session | None = None
 
     def before(self, target: launch.Target) -> None:
+        # Not before the script imports torch: what it sets up for that import (threads, devices) still counts.
+        launch.when_imported("torch", self._start)
+
+    def _start(self) -> None:
+        if os.getpid() != self._pid:
+            return
         from halfstep.watch.session import Session
 
-        self._session = Session(record=self._record, tell=self._tell, limit=self._updates)
-        self._session.start()
+        try:
+            self._session = Session(record=self._record, tell=self._tell, limit=self._updates)
+            self._session.start()
+        except Exception as error:
+            print(f"halfstep: not watching: {type(error).__name__}: {error}", file=sys.__stderr__)
 
     def raised(self, exc: BaseException) -> None:
         if self._session is not None:
             self._session.raised(exc)
 
     def finish(self, code: int | None, by: str) -> int | None:
-        if self._session is None:
-            return None
         from rich.console import Console
 
+        from halfstep.checks.judge import Judge
+        from halfstep.record.history import History
         from halfstep.report.document import document, dump
         from halfstep.report.terminal import show
 
         session = self._session
-        session.finish(code, by)
-        findings, summary = session.findings, session.summary
+        if session is not None:
+            session.finish(code, by)
+            findings, summary, history, facts = session.findings, session.summary, session.history, session.facts()
+        else:
+            findings, summary, history, facts = (), Judge().summary, History(), {"command": " ".join(sys.argv)}
+            summary.not_judged.append("anything: torch was not imported")
         failing = [f for f in findings if f.severity in _GRAVE[self._fail_on]]
         changed = 3 if failing and code == 0 else None
-        doc = document(findings, summary, code if changed is None else changed, by if changed is None else "halfstep")
         if self._json is not None:
-            write(self._json, dump(doc))
+            doc = document(
+                findings, summary, code if changed is None else changed, by if changed is None else "halfstep"
+            )
+            _keep(self._json, dump(doc))
         if self._html is not None:
             from halfstep.report.page import page
 
-            write(self._html, page(" ".join(sys.argv), findings, summary, session.history, session.facts()))
-        show(findings, summary, Console(stderr=True))
+            _keep(self._html, page(" ".join(sys.argv), findings, summary, history, facts))
+        if sys.__stderr__ is not None:
+            show(findings, summary, Console(file=sys.__stderr__))  # the script may have replaced its own
         return changed
 
     def on_fork(self) -> launch.Hooks | None:
@@ -80,6 +97,14 @@ class Watched:
             return
         where = f" {finding.at.file}:{finding.at.line}" if finding.at else ""
         print(f"halfstep: {finding.severity} {finding.rule}{where}: {finding.message}", file=sys.stderr)
+
+
+def _keep(path: Path, text: str) -> None:
+    """Write; what cannot be written is said, and the rest of the report still comes."""
+    try:
+        write(path, text)
+    except OSError as error:
+        print(f"halfstep: {path} is not written: {error}", file=sys.__stderr__)
 
 
 def write(path: Path, text: str) -> None:

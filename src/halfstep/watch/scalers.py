@@ -96,8 +96,9 @@ class Scalers:
     def _scale_now(self, scaler: Scaler) -> torch.Tensor | None:
         ident = self._session.ident("scaler", scaler)
         known = self._scales.get(ident)
-        if known is None and isinstance(scaler._scale, torch.Tensor):
-            known = self._scales[ident] = scaler._scale.detach().clone()
+        scale = getattr(scaler, "_scale", None)  # a disabled scaler has none
+        if known is None and isinstance(scale, torch.Tensor):
+            known = self._scales[ident] = scale.detach().clone()
         return known
 
     # -- verbs ---------------------------------------------------------------------------------------------------
