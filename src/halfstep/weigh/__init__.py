@@ -69,6 +69,8 @@ def weigh(loss: torch.Tensor, *, budget: int = 64, detail: bool = True) -> Weigh
     root = loss.grad_fn
     if root is None:
         return Weighing([], "no grad_fn")
+    if hasattr(loss, "placements"):
+        return Weighing([], "DTensor loss")  # its numbers are shares: reading them would start a collective
     sites: list[Site] = []
     try:
         walk = Walk(root, budget, not loss.dim())

@@ -108,11 +108,24 @@ def is_penalty(node: Node) -> bool:
         if name == "AccumulateGrad":
             return True
         inputs = children(node)
-        square = name in PRODUCTS and len(inputs) == 2 and inputs[0][0] is inputs[1][0]
-        if not (square or (name in _UNARY and len(inputs) == 1)):
+        if not (is_square(node, name, inputs) or (name in _UNARY and len(inputs) == 1)):
             return False
         node = inputs[0][0]
     return False
+
+
+def is_error(node: Node) -> bool:
+    """The square or the size of a difference: an element loss that users write by hand."""
+    name, inputs = name_of(node), children(node)
+    if not inputs or name_of(inputs[0][0]) not in ADDS:
+        return False
+    return name.startswith("Abs") or is_square(node, name, inputs)
+
+
+def is_square(node: Node, name: str, inputs: list[tuple[Node, int, int]]) -> bool:
+    if name.startswith("Pow"):
+        return getattr(node, "_saved_exponent", None) == 2
+    return name in PRODUCTS and len(inputs) == 2 and inputs[0][0] is inputs[1][0]
 
 
 def is_learned_factor(node: Node, budget: int = 12) -> bool:
@@ -139,3 +152,35 @@ def below_factors(root: Node, budget: int) -> tuple[Node, int]:
             break
         node, budget = inputs[0][0], budget - 1
     return node, budget
+
+
+def is_one_class(choice: Node, shape: tuple[int, ...], log_softmax: Node, *, direct: bool) -> bool:
+    """Whether a selection with this result takes one class at each position (and not some of the positions)."""
+    whole = shape_of(log_softmax)
+    dim = class_dim(log_softmax, len(whole))
+    name = name_of(choice)
+    if name.startswith("Gather"):
+        back = len(whole) - dim
+        return len(shape) >= back and shape[-back] == 1
+    if name.startswith("Select") and direct:
+        return bool(choice._saved_dim == dim)
+    return len(shape) < len(whole) and not (shape and shape[-1] == whole[dim])
+
+
+def class_weights(node: Node, classes: int) -> Any:
+    """The factor of a product, where it is one number for each class."""
+    if name_of(node) not in PRODUCTS or len(children(node)) != 1:
+        return None
+    other = constant(node)
+    fits = other is not None and other.numel() == classes and prod(shape_of(node)) > classes
+    return other.detach() if fits else None
+
+
+def divisor(node: Node) -> float | None:
+    """The number that element losses are divided by; -1 for a tensor of counts, None where it cannot be read."""
+    other = constant(node)
+    if other is None:
+        return None
+    if other.dim():
+        return -1.0
+    return float(other) if other.device.type == "cpu" else None

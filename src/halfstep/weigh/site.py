@@ -47,7 +47,7 @@ class Site:
         self._ignored: int | None = None
         if place.kind == "loss":
             self._hold(node)
-        self._uniform = place.kind != "soft" and (place.above is not None or self._reduction != "none")
+        self._uniform = place.kind not in ("soft", "factor") and (place.above is not None or self._reduction != "none")
         self._index = place.index
         if self._uniform:
             if self._target is not None or self._weight is not None:
@@ -146,6 +146,8 @@ class Site:
                 each = torch.where(size > 0, heavy / size, 0)
         elif self._kind == "loss":
             size = grad.abs().reshape(self._shape)
+        elif self._kind == "factor":
+            size = grad.abs()
         else:
             for dim in range(grad.dim()):
                 if grad.stride(dim) == 0 and grad.size(dim) > 1:  # expanded: the same numbers again
@@ -153,17 +155,17 @@ class Site:
                     grad = grad.narrow(dim, 0, 1)
             size = grad.abs()
         numbers["mass"] = _sum(size)
+        if self._name in _BY_TARGET and self._kind != "soft" and grad.numel():
+            numbers["downmost"], numbers["upmost"] = grad.amin(), grad.amax()
+        if self._kind == "factor":
+            assert self._weight is not None
+            constants = self._weight.to(size.dtype).abs()
+            numbers["least"], numbers["most"] = _smallest(constants), constants.amax()
+            self._add_up("masked ", size * constants)
         valid = None if self._blind or self._kind != "loss" else self._valid()
         if valid is not None:
             size = size * valid.reshape(size.shape).to(size.dtype)
-        numbers["plain"] = numbers["mass"] if valid is None else _sum(size)
-        live = size.sign()
-        if not self._blind:
-            numbers["count"] = _sum(live)
-        if self._detail and size.numel():
-            numbers["high"] = high = size.amax()
-            # The smallest that is not 0: zeros are lifted to the largest (cheaper than a masked fill).
-            numbers["low"] = live.mul(-high).add_(high).add_(size).amin()
+        live = self._add_up("", size)
         if self._kind == "loss" and not self._blind and self._weight is not None:
             self._target = None if self._target is None else self._target.reshape(size.shape)
             each = self._weight_each(live > 0).to(size.device)
@@ -172,6 +174,16 @@ class Site:
             numbers["weights"] = _sum(live * each)
         if heavy is not None:
             numbers["heavy"] = _sum(heavy)
+
+    def _add_up(self, which: str, size: torch.Tensor) -> torch.Tensor:
+        numbers = self._numbers
+        numbers[f"{which}plain"] = _sum(size)
+        live = size.sign()
+        if not self._blind:
+            numbers[f"{which}count"] = _sum(live)
+        if self._detail and size.numel():
+            numbers[f"{which}low"], numbers[f"{which}high"] = _smallest(size), size.amax()
+        return live
 
     def _soft_weights(self, grad: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Coefficients without and with the class weights, of which ``grad`` holds the one or the other."""
@@ -194,6 +206,9 @@ class Site:
         if not self._seen or self.failure is not None:
             return None
         seen = dict(zip(self._numbers, values, strict=True))
+        if seen.get("least", math.nan) == seen.get("most"):  # one value and zeros: a mask, not data
+            seen |= {name.removeprefix("masked "): value for name, value in seen.items() if name.startswith("masked ")}
+            seen["mass"] = seen["plain"]
         supervised = None if self._blind else self._positions
         if "count" in seen:
             # Nothing finite arrived: 0/0, no element can be told from another.
@@ -202,7 +217,8 @@ class Site:
         if not self._weighted and supervised is not None:
             weights = float(supervised)
         reading = Reading(
-            loss=self._name,
+            # Advantages have both signs; masks and weights do not.
+            loss="policy_gradient" if seen.get("downmost", 0.0) < 0 < seen.get("upmost", 0.0) else self._name,
             reduction=self._reduction,
             positions=self._positions,
             supervised=supervised,
@@ -241,6 +257,12 @@ class Site:
         reading.total = reading.plain if heavy is None else coefficient * heavy
         if not positions:
             reading.total = math.nan
+
+
+def _smallest(size: torch.Tensor) -> torch.Tensor:
+    """The smallest that is not 0: zeros are lifted to the largest, in fewer passes than a masked fill takes."""
+    high = size.amax()
+    return size.sign().mul_(-high).add_(high).add_(size).amin()
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,9 @@ class Term:
     """
 
     loss: str
-    """The field's name: "cross_entropy", "nll", "mse", "bce_with_logits", "elementwise", "penalty"..."""
+    """The field's name: "cross_entropy", "nll", "mse", "l1", "huber", "smooth_l1", "bce", "bce_with_logits", "kl_div",
+    "ctc", "multi_margin"...; "elementwise": anything else that ends in elements; "penalty": of one parameter, nothing
+    of the data is in it; "policy_gradient": log-probabilities times values of both signs, which no count explains."""
     reduction: str
     """"mean" | "sum" | "none": of the node that holds the element losses, whatever is reduced above it."""
     positions: int

@@ -26,8 +26,12 @@ from halfstep.weigh.nodes import (
     below_factors,
     children,
     class_dim,
+    class_weights,
     constant,
+    divisor,
+    is_error,
     is_learned_factor,
+    is_one_class,
     is_penalty,
     name_of,
     origin,
@@ -50,7 +54,8 @@ class Place:
     """The term's loss."""
     kind: str
     """"loss" (a node of LOSSES) | "element" | "chosen" (log-probability of one class) | "classes" (of all classes
-    alike) | "soft" (log-probabilities times a target)."""
+    alike) | "soft" (log-probabilities times a target) | "factor" (something times constants: which elements it has
+    is told by the constants' values)."""
     shape: tuple[int, ...]
     """Of the element losses."""
     above: Node = None
@@ -65,7 +70,7 @@ class Place:
     dim: int = 0
     """Of a "soft" place: the dimension of the classes."""
     weight: Any = None
-    """Class weights as the script multiplied them in, where they may be read."""
+    """Class weights as the script multiplied them in, where they may be read; of a "factor" place, the constants."""
     weighted: bool = False
     """Of a "soft" place: they are in the gradient that is seen there."""
     logits: tuple[Node, int] | None = None
@@ -211,8 +216,10 @@ class Walk:
             prod(shape_of(child, index)) < prod(shape) and not self._leads_to_loss(child)
         ):
             self._element(path, name)  # a parameter on data: the product is the model's, its elements are the loss's
+        elif name in PRODUCTS and self._is_doubtful(path, child):
+            self._place(path, "elementwise", "factor", shape, weight=constant(path.node).detach())
         else:
-            self._push(path, inputs, over=_divisor(path.node) if name in QUOTIENTS else path.over)
+            self._push(path, inputs, over=divisor(path.node) if name in QUOTIENTS else path.over)
 
     def _join(self, path: _Path, name: str, inputs: _Inputs) -> None:
         base = 0 if name == "CopySlices" else -1  # losses written one by one into a tensor
@@ -224,14 +231,19 @@ class Walk:
         else:
             self._element(path, name)
 
-    def _leads_to_loss(self, node: Node) -> bool:
-        """Whether a loss that torch knows is among what is added or joined here."""
+    def _is_doubtful(self, path: _Path, child: Node) -> bool:
+        """A product with many constants, of something that is no loss by its name: a mask, or the model's own data?"""
+        other = constant(path.node)
+        return other is not None and other.numel() > 1 and not self._leads_to_loss(child, errors=True)
+
+    def _leads_to_loss(self, node: Node, *, errors: bool = False) -> bool:
+        """Whether a loss that torch knows (``errors``: or a squared or absolute difference) is added or joined here."""
         stack, visits = [node], 0
         while stack and visits < self._budget:
             visits += 1
             here = stack.pop()
             name = name_of(here)
-            if name in LOSSES or name == LOG_SOFTMAX:
+            if name in LOSSES or name == LOG_SOFTMAX or (errors and is_error(here)):
                 return True
             inputs = children(here)
             if name in ADDS or name in JOINS or (name in LINEAR and len(inputs) == 1):
@@ -262,31 +274,32 @@ class Walk:
         if not shape:
             self._stop(name)  # a function of reduced losses: nothing there is an element
             return
-        inputs = children(path.node)
-        differs = bool(inputs) and name_of(inputs[0][0]) in ADDS
-        square = (name.startswith("Pow") and getattr(path.node, "_saved_exponent", None) == 2) or (
-            name in PRODUCTS and len(inputs) == 2 and inputs[0][0] is inputs[1][0]
-        )
-        loss = "mse" if differs and square else "l1" if differs and name.startswith("Abs") else "elementwise"
+        loss = "elementwise"
+        if is_error(path.node):
+            loss = "l1" if name.startswith("Abs") else "mse"
         self._place(path, loss, "element", shape)
 
     def _chooses_class(self, path: _Path, inputs: _Inputs) -> bool:
         """A gather or index that takes one class's log-probability at each position."""
-        child, index, _ = inputs[0]
-        first = child
         shape = shape_of(path.node)
-        for _ in range(8):
-            name = name_of(child)
-            if name == LOG_SOFTMAX:
-                one = _is_one_class(path.node, shape, child, direct=child is first)
-                if one:
-                    self._place(path, "nll", "chosen", shape, logits=origin(*child.next_functions[0]))
-                return one
-            inputs = children(child)
-            if len(inputs) != 1 or not (name in SHAPES or name in SELECTIONS):
+        chain = [(path.node, shape)]
+        child, index, _ = inputs[0]
+        while name_of(child) != LOG_SOFTMAX:
+            name, inputs = name_of(child), children(child)
+            if len(inputs) != 1 or not (name in SHAPES or name in SELECTIONS) or len(chain) > 8:
                 return False
+            chain.append((child, shape_of(child, index)))
             child, index, _ = inputs[0]
-        return False
+        last = chain[-1][0]
+        chooses = [
+            node
+            for node, size in chain
+            if name_of(node) in CHOICES and is_one_class(node, size, child, direct=node is last)
+        ]
+        if not chooses or chooses[-1] is not path.node:  # a lower one does: this one takes some of its positions
+            return False
+        self._place(path, "nll", "chosen", shape, logits=origin(*child.next_functions[0]))
+        return True
 
     def _log_softmax(self, path: _Path) -> None:
         node, up, slot = path.node, path.up, path.slot
@@ -295,7 +308,7 @@ class Walk:
         classes = whole[dim]
         rows = whole[:dim] + whole[dim + 1 :]
         logits = origin(*node.next_functions[0])
-        weight = None if up is None else _class_weights(up.node, classes)
+        weight = None if up is None else class_weights(up.node, classes)
         below = up is not None and weight is not None
         if up is not None and weight is not None:
             slot, up = up.slot, up.up
@@ -312,7 +325,7 @@ class Walk:
             return
         step: _Path | None = up
         while weight is None and step is not None and name_of(step.node) not in REDUCTIONS:
-            weight, step = _class_weights(step.node, classes), step.up
+            weight, step = class_weights(step.node, classes), step.up
         self._place(
             up,
             "kl_div" if path.entropy else "cross_entropy",
@@ -339,34 +352,3 @@ class Walk:
         self._places[key] = Place(
             path.node, path.index, slot, path.order, name, kind, shape, path.above, path.share, path.empty, **details
         )
-
-
-def _is_one_class(choice: Node, shape: tuple[int, ...], log_softmax: Node, *, direct: bool) -> bool:
-    whole = shape_of(log_softmax)
-    dim = class_dim(log_softmax, len(whole))
-    name = name_of(choice)
-    if name.startswith("Gather"):
-        back = len(whole) - dim
-        return len(shape) >= back and shape[-back] == 1
-    if name.startswith("Select") and direct:
-        return bool(choice._saved_dim == dim)
-    return len(shape) < len(whole) and not (shape and shape[-1] == whole[dim])
-
-
-def _class_weights(node: Node, classes: int) -> Any:
-    """The factor of a product, where it is one number for each class."""
-    if name_of(node) not in PRODUCTS or len(children(node)) != 1:
-        return None
-    other = constant(node)
-    fits = other is not None and other.numel() == classes and prod(shape_of(node)) > classes
-    return other.detach() if fits else None
-
-
-def _divisor(node: Node) -> float | None:
-    """The number that element losses are divided by; -1 for a tensor of counts, None where it cannot be read."""
-    other = constant(node)
-    if other is None:
-        return None
-    if other.dim():
-        return -1.0
-    return float(other) if other.device.type == "cpu" else None
