@@ -10,7 +10,9 @@ import torch
 from halfstep.events import Contribution, GradientsTaken, Share
 from halfstep.watch.autocasts import Autocasts, name_of
 from halfstep.watch.gradients import Gradients
+from halfstep.watch.losses import Losses
 from halfstep.watch.patches import Patches
+from halfstep.watch.place import route
 from halfstep.watch.scalers import Scalers
 from halfstep.watch.stream import Late
 from halfstep.weigh import Term, Weighing, weigh
@@ -20,12 +22,16 @@ if TYPE_CHECKING:
 
 
 class Backwards:
-    def __init__(self, session: Session, gradients: Gradients, scalers: Scalers, autocasts: Autocasts) -> None:
+    def __init__(
+        self, session: Session, gradients: Gradients, scalers: Scalers, autocasts: Autocasts, losses: Losses
+    ) -> None:
         self._session = session
+        self._losses = losses
         self._gradients = gradients
         self._scalers = scalers
         self._autocasts = autocasts
         self._depth = 0
+        self._described: dict[str, Any] = {}  # what the running backward's loss was before its graph is gone
 
     def install(self, patches: Patches) -> None:
         patches.around(torch.autograd, "backward", self._before, self._after, self._failed)
@@ -39,6 +45,9 @@ class Backwards:
         roots = _roots(args, kwargs)
         self._session.stream.micro += 1
         self._session.look.backward = True
+        way = route()
+        loss_at, divisions = self._losses.describe(roots[0], self._session.stream.micro, way) if roots else (None, ())
+        self._described = {"route": way, "loss_at": loss_at, "divisions": divisions}
         return [weigh(root) for root in roots if root.numel() == 1 and root.grad_fn is not None]
 
     def _failed(self, token: Any, error: BaseException) -> None:
@@ -54,13 +63,15 @@ class Backwards:
         self._session.look.backward = False
         roots = _roots(args, kwargs)
         mark = self._scalers.mark_of(roots)
-        received = {i: c.received for i, c in self._gradients.settle().items() if c.received}
+        changes = {i: c for i, c in self._gradients.settle().items() if c.received}
         opaque = next((w.opaque for w in token if w.opaque), None if token else "no graph")
         draft = self._session.stream.emit(
             Contribution,
             at=self._session.place(),
             number=self._session.stream.micro,
-            optimizers=received,
+            optimizers={i: c.received for i, c in changes.items()},
+            reached={i: c.reached for i, c in changes.items()},
+            **self._described,
             scale=Late(mark.scale) if mark else None,
             scaler=mark.scaler if mark else None,
             opaque=opaque,
@@ -76,7 +87,9 @@ class Backwards:
         draft.tensors = [tensor for weighing in token for tensor in weighing.late()]
 
         def finish(fields: dict[str, Any], numbers: Sequence[float]) -> None:
-            fields["shares"] = tuple(share(term) for weighing in token for term in weighing.read())
+            read = iter(numbers)
+            terms = [term for weighing in token for term in weighing.read([next(read) for _ in weighing.late()])]
+            fields["shares"] = tuple(share(term) for term in terms)
 
         draft.finish = finish
 

@@ -13,6 +13,7 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.autocasts import Autocasts
     from halfstep.watch.backwards import Backwards
     from halfstep.watch.gradients import Gradients
+    from halfstep.watch.losses import Losses
     from halfstep.watch.modules import Modules
     from halfstep.watch.optimizers import Optimizers
     from halfstep.watch.scalers import Scalers
@@ -22,11 +23,13 @@ def sights(session: Session) -> Sequence[Sight]:
     gradients = Gradients(session)
     scalers = Scalers(session, gradients)
     autocasts = Autocasts(session)
+    losses = Losses(session)
     return (
         Optimizers(session, gradients, scalers),
         scalers,
         gradients,
-        Backwards(session, gradients, scalers, autocasts),
+        losses,
+        Backwards(session, gradients, scalers, autocasts, losses),
         Schedulers(session),
         autocasts,
         Modules(session, autocasts),
