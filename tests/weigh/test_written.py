@@ -126,9 +126,12 @@ def test_a_policy_gradient_is_called_one() -> None:
     log_p = logits().view(-1, V).log_softmax(-1)
     taken = log_p.gather(-1, LABELS.view(-1, 1)).squeeze(-1)
     assert one(-(taken * advantage).mean()).loss == "policy_gradient"
-    token = F.cross_entropy(logits().view(-1, V), LABELS.view(-1), reduction="none")
-    assert one((token * advantage).mean()).loss == "policy_gradient"
-    weighted = one((token * advantage.abs()).sum() / advantage.abs().sum())
+
+    def token() -> torch.Tensor:
+        return F.cross_entropy(logits().view(-1, V), LABELS.view(-1), reduction="none")
+
+    assert one((token() * advantage).mean()).loss == "policy_gradient"
+    weighted = one((token() * advantage.abs()).sum() / advantage.abs().sum())
     assert (weighted.loss, weighted.total) == ("cross_entropy", pytest.approx(1))
 
 
