@@ -71,6 +71,13 @@ def test_raised_gets_the_scripts_frames_only():
     assert "raised" not in told("-", "exits.py", "7").out
 
 
+def test_hidden_wrappers_are_in_no_traceback():
+    got = told("-", "wrapped.py")
+    assert got.out.count("in fail") == 2
+    assert "in wrapper" not in got.out
+    assert "told raised ExceptionGroup <module> outer\n" in got.out
+
+
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGTERM])
 def test_signals_from_outside(kill):
     got = told("-", "sleeps.py", kill=kill)

@@ -126,8 +126,20 @@ def status(stop: SystemExit) -> int:
     return code & 0xFF if -(2**63) <= code < 2**63 else 0xFF
 
 
+def cut(exc: BaseException) -> None:
+    """Leave only the script's frames in the traceback of ``exc`` and of all that is chained to it."""
+    waiting, seen = [exc], set()
+    while waiting:
+        error = waiting.pop()
+        if id(error) not in seen:
+            seen.add(id(error))
+            error.__traceback__ = users(error.__traceback__)
+            members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+            waiting += [e for e in (error.__cause__, error.__context__, *members) if e is not None]
+
+
 def users(tb: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback from the script's first frame on; our own frames at its head and its tip are left out."""
+    """The traceback from the script's first frame on; our own frames before and among them are left out."""
     while tb is not None and _is_ours(tb):
         tb = tb.tb_next
     entry = tb
@@ -161,7 +173,7 @@ def show(exc: BaseException) -> None:
         raise
     except BaseException as error:
         second = error
-    second.__traceback__ = users(second.__traceback__)
+    cut(second)
     sys.stderr.write("Error in sys.excepthook:\n")
     _native_hook(type(second), second, second.__traceback__)
     sys.stderr.write("\nOriginal exception was:\n")

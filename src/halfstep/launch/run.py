@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 
 from halfstep.launch import source
-from halfstep.launch.ending import Ending, flush, interrupt, show, status, users
+from halfstep.launch.ending import Ending, cut, flush, interrupt, show, status
 from halfstep.launch.target import Enough, Hooks, Target
 
 _ending = Ending()
@@ -72,7 +72,7 @@ def launch(target: Target, hooks: Hooks, *, verdict: bool = False) -> int:
     _flush_after(target, main.__dict__)
     _ending.code = 0 if failure is None else 1
     if failure is not None:
-        failure.__traceback__ = users(failure.__traceback__)
+        cut(failure)
         _ending.raised(failure)
         try:
             show(failure)
