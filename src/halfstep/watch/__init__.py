@@ -1,8 +1,13 @@
-"""SEE: the only place that hooks torch. Turns a running script into events."""
+"""SEE: the only place that hooks torch. Turns a running script into events.
+
+The package is itself callable, so that ``halfstep.watch()`` reads as one verb though this folder bears its name.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
+import types
 from collections.abc import Callable
 
 from halfstep.events import Finding
@@ -23,3 +28,10 @@ def watch(*, record: str | os.PathLike[str] | None = None, tell: Callable[[Findi
     torch is exactly as it was.
     """
     return Session(record=record, tell=tell)
+
+
+class _Verb(types.ModuleType):
+    __call__ = staticmethod(watch)
+
+
+sys.modules[__name__].__class__ = _Verb
