@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import lr_scheduler
 
-from halfstep.events import SchedulerMade, SchedulerStepped, StateLoaded
+from halfstep.events import Place, SchedulerMade, SchedulerStepped, StateLoaded
+from halfstep.watch.lengths import length, overrun
 from halfstep.watch.patches import Patches
+from halfstep.watch.place import place
 from halfstep.watch.scalers import rate
 
 if TYPE_CHECKING:
@@ -48,11 +52,12 @@ class Schedulers:
         optimizer = getattr(scheduler, "optimizer", None)
         self._session.stream.emit(
             SchedulerMade,
-            at=self._session.place(),
+            at=made_at(scheduler),
             scheduler=self._session.ident("scheduler", scheduler),
             optimizer=self._session.ledger.ident(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else None,
             type=type(scheduler).__name__,
             length=length(scheduler),
+            overrun=overrun(scheduler),
             per_metric=isinstance(scheduler, lr_scheduler.ReduceLROnPlateau),
         )
 
@@ -83,24 +88,16 @@ class Schedulers:
             metric=isinstance(scheduler, lr_scheduler.ReduceLROnPlateau),
             lr_before=before,
             lr_after=None if optimizer is None else rate(optimizer),
+            given=kwargs.get("epoch", args[1] if len(args) > 1 else None) is not None,
         )
 
 
-def length(scheduler: Any) -> int | None:
-    """The calls after which a schedule has run its course; None where it has no such end.
-
-    A chain is as long as its milestones say; warm-up and decay in sequence add up.
-    """
-    for name in ("total_steps", "T_max", "total_iters"):
-        value = getattr(scheduler, name, None)
-        if isinstance(value, int):
-            return value
-    milestones = getattr(scheduler, "_milestones", None)
-    inner = getattr(scheduler, "_schedulers", None)
-    if milestones and inner:
-        last = length(inner[-1])
-        return None if last is None else int(milestones[-1]) + last
-    if inner:
-        lengths = [n for n in map(length, inner) if n is not None]
-        return max(lengths) if lengths else None
-    return None
+def made_at(thing: Any) -> Place | None:
+    """The line that makes ``thing``: outside its own `__init__`, which may be the user's too."""
+    frame: FrameType | None = sys._getframe(1)
+    outside = frame
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is thing:
+            outside = frame.f_back
+        frame = frame.f_back
+    return place(outside)
