@@ -1,0 +1,282 @@
+"""A model and its optimizers, looked at once: names, ownership, what can be folded; revalidated cheaply."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from halfstep.errors import MisuseError, UnsupportedError
+
+FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+Optimizer = torch.optim.Optimizer
+
+
+class Binding:
+    """What the manager knows of one (model, optimizers) pair. Building it checks ownership and kinds.
+
+    ``parameters`` are in ``model.parameters()`` order, frozen ones included (they may be unfrozen later); ``names`` go
+    with them, prefixed by the position of their module where several modules were given.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], key: tuple[int, ...]) -> None:
+        self.key = key
+        self.modules = tuple(modules)
+        self.optimizers = tuple(optimizers)
+        named: dict[Tensor, str] = {}
+        for position, module in enumerate(self.modules):
+            for name, parameter in module.named_parameters():
+                named.setdefault(parameter, f"{position}.{name}" if len(self.modules) > 1 else name)
+        self.parameters: list[Tensor] = list(named)
+        self.names: list[str] = list(named.values())
+        self.ids = frozenset(map(id, self.parameters))
+        for optimizer in self.optimizers:
+            _refuse_closure(optimizer)
+        self._require_ownership()
+        self._require_dtypes()
+        self.dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in self.parameters if p.requires_grad})
+        self.half_parameters = sum(p.dtype == torch.bfloat16 for p in self.parameters if p.requires_grad)
+        self._groups = self._fingerprint()
+        self._states = [optimizer.state for optimizer in self.optimizers]
+        self.fold_types = all(_can_fold(optimizer) for optimizer in self.optimizers)
+        self.device = next(p.device for p in self.parameters if p.requires_grad)
+        self.plain = False
+        self.sparse = False
+        self._looked: Any = None
+        self._foldable = False
+        self._damped = False
+        self.relaid: list[str] = []
+
+    def _fingerprint(self) -> list[tuple[int, int, Any]]:
+        return [
+            (id(group["params"]), len(group["params"]), group.get("fused"))
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+
+    def current(self) -> bool:
+        """Whether what was looked at still holds: same groups of the same length, same fused flags."""
+        return self._fingerprint() == self._groups
+
+    def notice_load(self) -> None:
+        """Look at layouts again where an optimizer's state was loaded since the last call."""
+        states = self._states
+        if any(optimizer.state is not state for optimizer, state in zip(self.optimizers, states, strict=True)):
+            self._states = [optimizer.state for optimizer in self.optimizers]
+            self._looked = None
+
+    def gradients(self) -> list[Tensor]:
+        """The gradients that are there, in the order of ``parameters``."""
+        return [g for g in [p.grad for p in self.parameters] if g is not None]
+
+    def named(self) -> list[str]:
+        """The names that go with :meth:`gradients`."""
+        return [n for n, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
+
+    def clear(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def lrs(self) -> list[float | Tensor]:
+        """The learning rate of every parameter group, in order; tensors are copied, they change in place."""
+        return [
+            lr.detach().clone() if isinstance(lr, Tensor) else lr
+            for lr in (group.get("lr", 0.0) for optimizer in self.optimizers for group in optimizer.param_groups)
+        ]
+
+    def name_of(self, parameter: Tensor) -> str:
+        for name, own in zip(self.names, self.parameters, strict=True):
+            if own is parameter:
+                return name
+        return f"a parameter of shape {tuple(parameter.shape)}"
+
+    # --- gradients and folding ---
+
+    def look(self, gradients: Sequence[Tensor]) -> None:
+        """Learn what kind of gradients these are; again only where other parameters hold one, or state was loaded."""
+        key: Any = len(gradients)
+        if key != len(self.parameters):
+            key = tuple(p.grad is None for p in self.parameters)
+        if key == self._looked:
+            return
+        self._looked = key
+        first = gradients[0]
+        strided = not any(g.is_sparse or g.layout != torch.strided for g in gradients)
+        self.sparse = any(g.is_sparse for g in gradients)
+        self.plain = strided and all(g.dtype == torch.float32 and g.device == first.device for g in gradients)
+        self._foldable = strided and self.fold_types and all(g.dtype != torch.float64 for g in gradients)
+        if self._foldable:
+            self._look_at_layouts()
+            self._seed_momentum()
+
+    def folds(self) -> bool:
+        """Whether one factor handed to the fused optimizers does all the unscaling and clipping."""
+        return self._foldable and not any(_pre_hooked(optimizer) for optimizer in self.optimizers)
+
+    def _look_at_layouts(self) -> None:
+        """Fused kernels walk parameter, gradient and state in storage order: all must lie alike.
+
+        State in another order (a checkpoint written without channels_last) is laid out again, values unchanged; a
+        gradient in another order or dtype (assigned by hand) takes the multi-tensor path.
+        """
+        for name, parameter in zip(self.names, self.parameters, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.dtype != parameter.dtype or gradient.stride() != parameter.stride():
+                self._foldable = False
+            for optimizer in self.optimizers:
+                state = optimizer.state.get(parameter, {})
+                for key, value in state.items():
+                    alike = not isinstance(value, Tensor) or value.dim() == 0 or value.shape != parameter.shape
+                    if not alike and value.stride() != parameter.stride():
+                        state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                        self.relaid.append(f"{name}: {key}")
+
+    def _seed_momentum(self) -> None:
+        """Give fused SGD the momentum buffers it would make itself, as zeros.
+
+        The fused kernel leaves a new buffer uninitialised when its first attempt is skipped, and fails where some
+        parameters have one and others do not. From zeros the first momentum is the gradient, as it should be, unless
+        it is damped; then the buffer is set so that momentum·buffer + (1 - dampening)·g is g once g is known (see
+        :meth:`needs_flag`).
+        """
+        self._damped = False
+        for optimizer in self.optimizers:
+            if type(optimizer) is not torch.optim.SGD:
+                continue
+            for group in optimizer.param_groups:
+                if group["momentum"] == 0:
+                    continue
+                new = [p for p in group["params"] if p.grad is not None and self._lacks_momentum(optimizer, p)]
+                if group["dampening"] == 0:
+                    for parameter in new:
+                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                elif new:
+                    self._damped = True
+
+    @staticmethod
+    def _lacks_momentum(optimizer: Optimizer, parameter: Tensor) -> bool:
+        return optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+
+    @property
+    def damped(self) -> bool:
+        """Whether a fused optimizer still has to make damped momentum buffers: not before the flag is known."""
+        return self._damped
+
+    def make_damped_momentum(self, factor: float) -> None:
+        """Make them where the kernel cannot: some parameters have one already, others do not.
+
+        ``factor`` is what the gradient will be divided by. A new buffer b with momentum·b + (1 - dampening)·g = g.
+        """
+        self._damped = False
+        self._looked = None
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
+                momentum, dampening = group["momentum"], group["dampening"]
+                with_gradient = [p for p in group["params"] if p.grad is not None]
+                new = [p for p in with_gradient if self._lacks_momentum(optimizer, p)]
+                if momentum == 0 or dampening == 0 or len(new) in (0, len(with_gradient)):
+                    continue
+                for parameter in new:
+                    direction = parameter.grad / factor
+                    if group["maximize"]:
+                        direction = -direction
+                    direction = direction + group["weight_decay"] * parameter.detach()
+                    optimizer.state[parameter]["momentum_buffer"] = direction.mul_(dampening / momentum)
+
+    # --- ownership ---
+
+    def _require_ownership(self) -> None:
+        owned = {id(p): p for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        missing = [
+            n for n, p in zip(self.names, self.parameters, strict=True) if p.requires_grad and id(p) not in owned
+        ]
+        if missing:
+            raise MisuseError(
+                f"{len(missing)} trainable parameters of the model are not in the optimizer: {_some(missing)}",
+                "give the optimizer model.parameters(), or freeze them with requires_grad_(False); after a model was "
+                "moved, wrapped or replaced, build the optimizer from the new one",
+            )
+        strangers = [p for key, p in owned.items() if key not in self.ids]
+        if strangers:
+            shapes = _some([str(tuple(p.shape)) for p in strangers])
+            raise MisuseError(
+                f"the optimizer updates {len(strangers)} parameters that the model does not have, of shapes {shapes}: "
+                "they would be changed without being clipped or named",
+                "pass every module it trains, step((model, loss_module), optimizer), or the optimizer of this model",
+            )
+        self.orphans = [p for p in self.parameters if id(p) not in owned]
+        if not any(p.requires_grad for p in self.parameters):
+            raise MisuseError("no parameter of the model requires a gradient", "requires_grad_(True) on what to train")
+
+    def _require_dtypes(self) -> None:
+        half = [
+            n for n, p in zip(self.names, self.parameters, strict=True) if p.requires_grad and p.dtype == torch.float16
+        ]
+        if half:
+            raise UnsupportedError(
+                f"{len(half)} trainable parameters are FP16 ({_some(half)}): an update of 1e-4 of a weight rounds away, "
+                "and gradients below 6e-8 are zero",
+                "keep the parameters in FP32 (model.float()); autocast runs the operators in half precision. "
+                "BF16 parameters are accepted",
+            )
+
+
+def modules_of(model: Any) -> tuple[nn.Module, ...]:
+    """``model`` as given to step -> its modules: one, or a sequence of them."""
+    if isinstance(model, nn.Module):
+        return (model,)
+    if isinstance(model, (list, tuple)) and model and all(isinstance(m, nn.Module) for m in model):
+        return tuple(model)
+    raise MisuseError(
+        f"step was given a model of type {type(model).__name__}", "step(model, optimizer): a module, or several"
+    )
+
+
+def optimizers_of(optimizer: Any) -> tuple[Optimizer, ...]:
+    """``optimizer`` as given to step -> the optimizers behind it (a wrapper that holds one is opened)."""
+    items = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    out = tuple(items)
+    if not out or not all(isinstance(o, Optimizer) for o in out):
+        kinds = ", ".join(type(o).__name__ for o in out) or "nothing"
+        raise MisuseError(
+            f"step was given an optimizer of type {kinds}",
+            "step(model, optimizer): a torch.optim.Optimizer, or several that share this backward",
+        )
+    return out
+
+
+def _can_fold(optimizer: Optimizer) -> bool:
+    return type(optimizer) in FOLDING and all(group.get("fused") is True for group in optimizer.param_groups)
+
+
+def _pre_hooked(optimizer: Optimizer) -> bool:
+    """Whether somebody looks at gradients right before the optimizer does: then they must be the real ones."""
+    if optimizer._optimizer_step_pre_hooks:
+        return True
+    hooks: Iterable[Any] = _global_optimizer_pre_hooks.values()
+    return any(not (getattr(hook, "__module__", "") or "").startswith("halfstep") for hook in hooks)
+
+
+def _refuse_closure(optimizer: Optimizer) -> None:
+    step = type(optimizer).step
+    step = getattr(step, "__wrapped__", step)
+    try:
+        closure = inspect.signature(step).parameters.get("closure")
+    except (TypeError, ValueError):
+        return
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} evaluates the loss again inside its update (a closure): loss scale, "
+            "accumulation and skipping cannot reach in there",
+            "run it in FP32 with optimizer.step(closure) by hand, or take an optimizer that steps once per gradient",
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")

@@ -1,0 +1,283 @@
+"""What one backward does: the loss is checked, scaled, normalised by its weight, and its gradients are added."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.engine import graph
+from halfstep.engine.group import Group
+from halfstep.engine.late import host
+from halfstep.engine.ledger import Contribution, Ledger, Mode, Weight, host_weight
+from halfstep.engine.reading import read_weight
+from halfstep.engine.replicas import Replicas
+from halfstep.engine.scale import LossScale
+from halfstep.engine.terms import TermBuffers
+from halfstep.errors import GroupError, MisuseError, PolicyError, WeightError
+from halfstep.weigh import Weighing, weigh
+
+_HALF = (torch.float16, torch.bfloat16)
+_SEEDS = 512
+
+
+class Contributor:
+    """Runs backwards for one manager and keeps its ledger."""
+
+    def __init__(self, scale: LossScale, replicas: Replicas, *, activated: bool) -> None:
+        self.ledger = Ledger()
+        self.buffers = TermBuffers()
+        self.weigh = True
+        """Whether contributions are weighed for now, to verify what was declared."""
+        self.look = True
+        """Whether the graph under the next losses is looked at: which parameters does it reach?"""
+        self.sight: graph.Sight | None = None
+        """Operators and dtypes under the very first loss."""
+        self.counted_examples: str | None = None
+        """Why examples are counted although weights were to be read from the loss; None: they are read."""
+        self._scale = scale
+        self._replicas = replicas
+        self._activated = activated
+        self._seeds: dict[tuple[Any, ...], Tensor] = {}
+
+    def drop(self) -> None:
+        """Forget what is pending; gradients are cleared where their graph was looked at."""
+        self.ledger.pending.clear()
+        self.buffers.clear()
+
+    # --- checks that change nothing ---
+
+    def losses(self, loss: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The terms of a loss, each a scalar that can be differentiated in enough precision."""
+        losses = tuple(loss) if isinstance(loss, (list, tuple)) else (loss,)
+        if not losses:
+            raise MisuseError("backward was given an empty list of losses", "at least one scalar loss")
+        for one in losses:
+            if not isinstance(one, Tensor):
+                raise MisuseError(f"backward was given a {type(one).__name__}", "a scalar loss tensor, or a list of them")
+            if one.numel() != 1:
+                raise MisuseError(
+                    f"the loss has shape {tuple(one.shape)}: backward needs one number",
+                    "reduce it (mean with its weight, or sum), or give its terms as a list of scalars",
+                )
+            if not one.requires_grad:
+                raise MisuseError(
+                    "the loss does not depend on anything that requires a gradient",
+                    "compute it outside torch.no_grad(), without detach(), from parameters with requires_grad",
+                )
+            if self._activated and one.dtype in _HALF:
+                raise MisuseError(
+                    f"the loss is a {str(one.dtype).removeprefix('torch.')} scalar: it keeps three digits, and times a "
+                    "loss scale of 65536 it is inf in FP16",
+                    "compute the loss in FP32: loss_fn(outputs.float(), targets)",
+                )
+        return losses
+
+    def expect(self, group: Group[Any]) -> None:
+        """Refuse a backward that has no place in the open group."""
+        if group.exhausted:
+            raise GroupError(
+                f"backward was called after group {group.index + 1} had closed: its {len(group)} micro-batches are all "
+                "contributed, and its denominator holds no more",
+                "call manager.step first, or make the backward part of the loop over the group",
+            )
+        if group.position < 0:
+            raise GroupError(
+                f"backward was called before the first micro-batch of group {group.index + 1} was taken",
+                "for batch in group: … manager.backward(loss)",
+            )
+
+    def normalise(
+        self, losses: tuple[Tensor, ...], weight: Any, group: Group[Any] | None
+    ) -> tuple[Mode, tuple[Weight, ...], tuple[Weight, ...] | None]:
+        """(how, factor of each term, weight of each term). Changes nothing but the anchor of counted weights."""
+        if group is None:
+            if weight is None:
+                return "plain", (1.0,) * len(losses), None
+            return self._along(_declared(weight, len(losses)), "mean")
+        if group.micro_weights is not None:
+            if weight is not None:
+                raise MisuseError(
+                    "backward was given a weight inside a group that has weights already",
+                    "leave weight= out of backward, or out of manager.groups",
+                )
+            return self._ahead(losses, group)
+        if weight is not None:
+            return self._along(_declared(weight, len(losses)), group.reduction)
+        if group.reduction == "none":
+            return "plain", (1.0,) * len(losses), None
+        return self._along(self._read(losses, group), group.reduction)
+
+    def _ahead(self, losses: tuple[Tensor, ...], group: Group[Any]) -> tuple[Mode, tuple[Weight, ...], tuple[Weight, ...]]:
+        assert group.micro_weights is not None
+        assert group.weights is not None
+        own, totals = group.micro_weights[group.position], group.weights
+        if len(own) == 1 and len(losses) > 1:
+            own, totals = own * len(losses), totals * len(losses)
+        if len(own) != len(losses):
+            raise WeightError(
+                f"backward was given {len(losses)} losses, the group's weight function gave {len(own)} weights",
+                "one weight for each term, in the same order",
+            )
+        if group.reduction == "none":
+            factors: tuple[Weight, ...] = tuple(0.0 if w == 0.0 else 1.0 for w in own)
+        elif group.reduction == "sum":
+            factors = tuple(0.0 if w == 0.0 else 1.0 / total for w, total in zip(own, totals, strict=True))
+        else:
+            factors = tuple(0.0 if w == 0.0 else w / total for w, total in zip(own, totals, strict=True))
+        return "ahead", factors, own
+
+    def _along(self, weights: tuple[Weight, ...], reduction: str) -> tuple[Mode, tuple[Weight, ...], tuple[Weight, ...]]:
+        reference = self.ledger.anchor(weights)
+        if reduction == "sum":
+            return "along", tuple(0.0 if isinstance(w, float) and w == 0.0 else 1.0 / reference for w in weights), weights
+        return "along", tuple(w / reference for w in weights), weights
+
+    def _read(self, losses: tuple[Tensor, ...], group: Group[Any]) -> tuple[Weight, ...]:
+        """Weights from the graphs of the losses; the examples of the micro-batch where they cannot be read."""
+        if self.counted_examples is None:
+            readings = [read_weight(loss, group.reduction) for loss in losses]
+            weights = [reading.weight for reading in readings]
+            if all(weight is not None for weight in weights):
+                return tuple(weight for weight in weights if weight is not None)
+            why = next(reading.why_not for reading in readings if reading.weight is None)
+            if any(not c.empty for c in self.ledger.pending):
+                raise WeightError(
+                    f"the weight of micro-batch {group.position + 1} cannot be read from its loss ({why}), those of the "
+                    "group's earlier ones could",
+                    "groups(loader, size, weight=…) with the number of supervised elements",
+                )
+            self.counted_examples = why
+        count = group.example_counts[group.position]
+        return (1.0 if count is None else float(count),) * len(losses)
+
+    # --- backward ---
+
+    def run(
+        self,
+        losses: tuple[Tensor, ...],
+        mode: Mode,
+        factors: tuple[Weight, ...],
+        weights: tuple[Weight, ...] | None,
+        *,
+        only: list[Tensor] | None,
+        retain_graph: bool | None,
+        create_graph: bool,
+        examples: int | None,
+        micro_batch: int,
+    ) -> Contribution:
+        """Add one contribution to the gradients and to the ledger."""
+        live = [i for i, factor in enumerate(factors) if not (isinstance(factor, float) and factor == 0.0)]
+        cpu = losses[0].device.type == "cpu"
+        contribution = Contribution(
+            mode,
+            tuple(host(loss) for loss in losses) if cpu else tuple(loss.detach().reshape(()) for loss in losses),
+            factors,
+            weights,
+            examples,
+            micro_batch,
+            not live,
+            None if only is None else frozenset(map(id, only)),
+        )
+        if not live:
+            self._replicas.nothing(losses)
+            self.ledger.pending.append(contribution)
+            return contribution
+        sight: graph.Sight | None = None
+        buffered = mode == "along" and len(losses) > 1
+        if self.look or buffered:
+            sight = graph.look([losses[i] for i in live], operators=self.sight is None)
+            contribution.leaves = frozenset(map(id, sight.leaves)) if sight.whole else None
+        weighings = [weigh(losses[i]) for i in live] if self.weigh else []
+        roots = [losses[i] for i in live]
+        seeds = [self._seed(losses[i], factors[i]) for i in live]
+        try:
+            if buffered:
+                assert sight is not None
+                leaves = sight.leaves if only is None else [leaf for leaf in sight.leaves if any(leaf is o for o in only)]
+                self.buffers.backward(
+                    roots, seeds, live, leaves, only, retain_graph=retain_graph, create_graph=create_graph
+                )
+            else:
+                torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=only)
+        except BaseException:
+            for weighing in weighings:
+                weighing.remove()
+            raise
+        if weighings:
+            self._keep(contribution, weighings, [factors[i] for i in live])
+        if self.sight is None and sight is not None:
+            self.sight = sight
+        self.ledger.pending.append(contribution)
+        return contribution
+
+    def _keep(self, contribution: Contribution, weighings: list[Weighing], factors: list[Weight]) -> None:
+        """What weighing found, each term beside the factor its root got."""
+        scale = self._scale.value * self._replicas.averaging
+        reasons = [w.opaque for w in weighings if w.opaque is not None]
+        contribution.opaque = "; ".join(reasons) or None
+        if contribution.opaque is None:
+            contribution.terms = tuple(
+                (term, (host(f) if isinstance(f, Tensor) else f) * scale)
+                for weighing, f in zip(weighings, factors, strict=True)
+                for term in weighing.read()
+            )
+
+    def _seed(self, loss: Tensor, factor: Weight) -> Tensor:
+        """The gradient that enters the graph at a loss: factor times loss scale times R where the backend averages."""
+        scale = self._scale
+        factor = factor * self._replicas.averaging
+        if scale.is_enabled():
+            tensor = scale.on(loss.device)
+            if loss.device.type == "cpu" and isinstance(factor, float):
+                factor = factor * float(tensor.tolist())
+            else:
+                return _shaped(tensor if isinstance(factor, float) and factor == 1.0 else tensor * factor, loss)
+        if isinstance(factor, Tensor):
+            return _shaped(factor, loss)
+        key = (factor, loss.dtype, loss.device, loss.shape)
+        seed = self._seeds.get(key)
+        if seed is None:
+            if len(self._seeds) >= _SEEDS:
+                self._seeds.clear()
+            seed = self._seeds[key] = torch.full(loss.shape, factor, dtype=loss.dtype, device=loss.device)
+        return seed
+
+
+def inputs_of(inputs: Any) -> list[Tensor] | None:
+    """``inputs=`` as given to backward -> the tensors: one, an iterable, or a module's parameters that train."""
+    if inputs is None:
+        return None
+    if isinstance(inputs, Tensor):
+        return [inputs]
+    if isinstance(inputs, nn.Module):
+        inputs = [p for p in inputs.parameters() if p.requires_grad]
+    tensors: list[Tensor] = []
+    for entry in inputs:
+        if isinstance(entry, nn.Module):
+            tensors.extend(p for p in entry.parameters() if p.requires_grad)
+        else:
+            tensors.append(entry)
+    if not tensors:
+        raise PolicyError("inputs= holds no tensor", "the parameters this loss may add gradients to")
+    return tensors
+
+
+def _declared(weight: Any, terms: int) -> tuple[Weight, ...]:
+    entries = list(weight) if isinstance(weight, (list, tuple)) else [weight]
+    if len(entries) == 1 and terms > 1:
+        entries = entries * terms
+    if len(entries) != terms:
+        raise WeightError(f"backward was given {terms} losses and {len(entries)} weights", "one weight for each loss")
+    return tuple(
+        entry.detach() if isinstance(entry, Tensor) and entry.device.type != "cpu" and entry.numel() == 1 else host_weight(entry)
+        for entry in entries
+    )
+
+
+def _shaped(seed: Tensor, loss: Tensor) -> Tensor:
+    if seed.dtype != loss.dtype or seed.device != loss.device:
+        seed = seed.to(device=loss.device, dtype=loss.dtype)
+    return seed if seed.shape == loss.shape else seed.reshape(loss.shape)

@@ -1,0 +1,291 @@
+"""Groups of micro-batches: fetched first, so that their denominators are known before the first forward."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.engine.ledger import host_weights
+from halfstep.errors import GroupError, MisuseError, PolicyError
+
+if TYPE_CHECKING:
+    from halfstep.engine.manager import MixedPrecisionManager
+
+REDUCTIONS = ("mean", "sum", "none")
+Batch = TypeVar("Batch")
+Weigher = Callable[[Any], Any]
+
+
+def tokens(key: str | int = "labels", *, ignore_index: int = -100, shift: bool = True) -> Weigher:
+    """The usual weight of a language-model micro-batch: a function that counts its supervised tokens.
+
+    ``key`` finds the labels in the micro-batch (a mapping's key, a sequence's index, or an attribute); every label but
+    ``ignore_index`` counts. ``shift=True`` is for models that predict the next token from labels of the inputs' own
+    length, as Hugging Face's do: the first label of each sequence, the last dimension, is then never predicted.
+    ``shift=False`` is for labels that are shifted already.
+    """
+
+    def weight(batch: Any) -> Tensor:
+        labels = pick(batch, key)
+        if not isinstance(labels, Tensor):
+            labels = torch.as_tensor(labels)
+        return (labels[..., 1:] if shift else labels).ne(ignore_index).sum()
+
+    weight.__name__ = f"tokens({key!r}, ignore_index={ignore_index}, shift={shift})"
+    return weight
+
+
+def pick(batch: Any, key: str | int) -> Any:
+    """``batch[key]``, or the attribute of that name."""
+    try:
+        return batch[key]
+    except (KeyError, IndexError, TypeError) as error:
+        if isinstance(key, str) and hasattr(batch, key):
+            return getattr(batch, key)
+        has = f"; it has {sorted(map(str, batch))}" if isinstance(batch, Mapping) else ""
+        raise PolicyError(f"a micro-batch of type {type(batch).__name__} has no {key!r}{has}", "the key of the labels") from error
+
+
+def examples_of(batch: Any) -> int | None:
+    """The leading dimension of the first tensor found in a micro-batch; None where there is none."""
+    if isinstance(batch, Tensor):
+        return int(batch.shape[0]) if batch.dim() else None
+    inner: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        inner = batch.values()
+    elif isinstance(batch, (list, tuple)):
+        inner = batch
+    elif hasattr(batch, "__dict__"):
+        inner = vars(batch).values()
+    for item in inner:
+        found = examples_of(item) if isinstance(item, (Tensor, Mapping, list, tuple)) else None
+        if found is not None:
+            return found
+    return None
+
+
+class Group(Generic[Batch]):
+    """The micro-batches of one update: iterate over it once, with one ``manager.backward`` (or more) for each.
+
+    ``weight``    W, the supervised elements of the whole group and of every replica; None where they are read from
+                  the loss as it comes. ``weights`` has one entry a term.
+    ``examples``  leading dimensions, summed; None where unknown
+    ``ids``       what ``ids`` gave for each micro-batch, chained
+    ``short``     whether the loader ended before ``size`` micro-batches
+    ``index``     position in its epoch, from 0
+    """
+
+    def __init__(
+        self,
+        manager: MixedPrecisionManager,
+        batches: list[Batch],
+        *,
+        size: int,
+        index: int,
+        weigher: Weigher | None,
+        reduction: str,
+        model: nn.Module | None,
+        ids: Weigher | None,
+    ) -> None:
+        self._manager = manager
+        self._batches: list[Batch | None] = list(batches)
+        self._model = model
+        self._length = len(batches)
+        self.size = size
+        self.index = index
+        self.reduction = reduction
+        self.short = self._length < size
+        self.example_counts = [examples_of(batch) for batch in batches]
+        self.examples = None if None in self.example_counts else sum(n or 0 for n in self.example_counts)
+        self.ids = None if ids is None else list(itertools.chain.from_iterable(_list(ids(b)) for b in batches))
+        self.micro_weights: list[tuple[float, ...]] | None = None
+        self.weights: tuple[float, ...] | None = None
+        if weigher is not None:
+            self.micro_weights = host_weights([weigher(batch) for batch in batches])
+        elif reduction == "none" and self.examples is not None:
+            self.micro_weights = [(float(n or 0),) for n in self.example_counts]
+        if self.micro_weights is not None:
+            local = tuple(sum(column) for column in zip(*self.micro_weights, strict=True))
+            self.weights = manager.replicas.open(local)
+        self.position = -1  # of the micro-batch now being worked on
+        self.contributed = True  # whether it had its backward
+        self.exhausted = False
+        self.closed = False
+
+    @property
+    def weight(self) -> float | None:
+        return self.weights[0] if self.weights else None
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self.exhausted or self.closed:
+            raise GroupError(
+                f"group {self.index + 1} was iterated a second time: its micro-batches are released as they are used",
+                "do all the work on a micro-batch in one pass over the group",
+            )
+        return self
+
+    def __next__(self) -> Batch:
+        manager = self._manager
+        if self.closed:
+            raise GroupError(f"group {self.index + 1} is closed", "take the next group from manager.groups")
+        if not self.contributed:
+            raise GroupError(
+                f"micro-batch {self.position + 1} of {self._length} went by without manager.backward: the group's "
+                "denominator counts it",
+                "call backward for every micro-batch (weight 0 for one that supervises nothing); leave examples out in "
+                "the loader, before the group is formed",
+            )
+        manager.replicas.free(self._model)
+        if self.position + 1 == self._length:
+            self.exhausted = True
+            raise StopIteration
+        self.position += 1
+        self.contributed = False
+        batch = self._batches[self.position]
+        self._batches[self.position] = None
+        manager.replicas.hold(self._model, self.position + 1 == self._length)
+        return batch  # type: ignore[return-value]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every micro-batch has been contributed."""
+        return self.position + 1 == self._length and self.contributed
+
+    def progress(self) -> str:
+        done = self.position + 1 if self.contributed else self.position
+        return f"{max(done, 0)} of {self._length} micro-batches"
+
+    def leave(self) -> None:
+        """Put back what the group changed, however it is left."""
+        self.closed = True
+        self._batches.clear()
+        self._manager.replicas.free(self._model)
+
+    def __repr__(self) -> str:
+        weight = "read from the loss" if self.weights is None else f"weight {self.weight:g}"
+        return f"Group({self.index + 1}: {self._length} micro-batches, {weight})"
+
+
+class Groups(Generic[Batch]):
+    """One epoch: an iterator of groups over any iterable of micro-batches. See ``MixedPrecisionManager.groups``."""
+
+    def __init__(
+        self,
+        manager: MixedPrecisionManager,
+        loader: Iterable[Batch],
+        size: int,
+        *,
+        weight: Weigher | str | int | None,
+        reduction: str,
+        drop_last: bool,
+        model: nn.Module | None,
+        ids: Weigher | str | int | None,
+    ) -> None:
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise PolicyError(f"group size {size!r} is no whole number", "the number of micro-batches of an update")
+        if size < 1:
+            raise PolicyError(f"group size {size}: an update needs at least one micro-batch", "size=1 or more")
+        if reduction not in REDUCTIONS:
+            raise PolicyError(f"unknown reduction {reduction!r}", f"one of {', '.join(map(repr, REDUCTIONS))}")
+        if not hasattr(loader, "__iter__") and not hasattr(loader, "__getitem__"):
+            raise PolicyError(f"the loader, of type {type(loader).__name__}, cannot be iterated", "an iterable")
+        self._manager = manager
+        self._loader = loader
+        self._size = size
+        self._weigher = _function(weight)
+        self._reduction = reduction
+        self._drop_last = bool(drop_last)
+        self._model = model
+        self._ids = _function(ids)
+        self._iterator: Iterator[Batch] | None = None
+        self._ended = False
+        self._index = 0
+
+    def __iter__(self) -> Iterator[Group[Batch]]:
+        return self
+
+    def __next__(self) -> Group[Batch]:
+        manager = self._manager
+        manager._close_group()
+        if self._ended:
+            raise StopIteration
+        if self._iterator is None:
+            self._iterator, taken = manager._position.begin(self._loader)
+            self._index = taken // self._size
+        batches: list[Batch] = []
+        while len(batches) < self._size:
+            try:
+                batches.append(next(self._iterator))
+            except StopIteration:
+                self._ended = True
+                self._iterator = None
+                break
+        first = self._index == 0
+        if self._ended and not batches:
+            if first and manager._position.micro_batches == 0:
+                raise MisuseError(
+                    "the loader gave no micro-batch at all",
+                    "a generator can be used only once: make it anew for each epoch; or the dataset, or this rank's "
+                    "share of it, is empty",
+                )
+            self._finish()
+        short = len(batches) < self._size
+        if short and self._drop_last:
+            self._drop(batches)
+            self._finish()
+        group = Group(
+            manager,
+            batches,
+            size=self._size,
+            index=self._index,
+            weigher=self._weigher,
+            reduction=self._reduction,
+            model=self._model,
+            ids=self._ids,
+        )
+        self._index += 1
+        manager._open_group(group)
+        return group
+
+    def _finish(self) -> None:
+        self._manager._position.end()
+        raise StopIteration
+
+    def _drop(self, batches: Sequence[Batch]) -> None:
+        counts = [examples_of(batch) for batch in batches]
+        self._manager._account.last_group(
+            kept=False,
+            micro_batches=len(batches),
+            size=self._size,
+            examples=None if None in counts else sum(n or 0 for n in counts),
+            ids=None if self._ids is None else [i for batch in batches for i in _list(self._ids(batch))],
+        )
+
+    def __len__(self) -> int:
+        """Groups in an epoch, where the loader knows its length."""
+        count = len(self._loader)  # type: ignore[arg-type]
+        return count // self._size if self._drop_last else -(-count // self._size)
+
+
+def _function(rule: Weigher | str | int | None) -> Weigher | None:
+    if rule is None or callable(rule):
+        return rule
+    if isinstance(rule, (str, int)) and not isinstance(rule, bool):
+        return lambda batch: pick(batch, rule)
+    raise PolicyError(f"{rule!r} is no function of a micro-batch", 'a function, a key, or None; tokens("labels")')
+
+
+def _list(ids: Any) -> list[Any]:
+    if isinstance(ids, Tensor):
+        values = ids.tolist()
+        return values if isinstance(values, list) else [values]
+    if isinstance(ids, (str, bytes)) or not isinstance(ids, Iterable):
+        return [ids]
+    return list(ids)

@@ -1,0 +1,106 @@
+"""The run as data: one plain row an update, its scale, metrics and notes; bounded however long the run.
+
+A sink (a run directory, a stream) may follow: it is called with every row, plain and JSON-able, as it is written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+COLUMNS = 2000  # updates of which per-layer norms are kept; every second one is dropped when there are more
+ROWS = 20_000  # updates kept whole in memory; counters and the record cover all
+WINDOW = 1000  # updates the moving percentiles look at
+
+FIELDS = (
+    "attempted_updates",
+    "applied_updates",
+    "outcome",
+    "loss",
+    "scale",
+    "grad_norm",
+    "clip_coefficient",
+    "weight",
+    "micro_batches",
+    "examples",
+    "lr",
+)
+
+Sink = Callable[[dict[str, Any]], None]
+
+
+class Journal:
+    """Rows of updates, notes and metrics, in memory."""
+
+    def __init__(self, sink: Sink | None = None) -> None:
+        self.sink = sink
+        self.updates: deque[tuple[Any, ...]] = deque(maxlen=ROWS)
+        self.metrics: deque[dict[str, Any]] = deque(maxlen=ROWS)
+        self.notes: list[dict[str, Any]] = []
+        self.layers: list[tuple[int, list[str], Tensor, float]] = []
+        self.stride = 1
+        self._norms: deque[float] = deque(maxlen=WINDOW)
+        self._sorted: list[float] | None = None
+
+    def update(self, row: tuple[Any, ...], names: list[str], norms: Tensor | None, divisor: float) -> None:
+        """Keep an update's row (``FIELDS``). ``norms`` (one a name, undivided): kept for every ``stride``-th update."""
+        self.updates.append(row)
+        if row[2] == "applied" and row[5] == row[5]:  # measured
+            self._norms.append(row[5])
+            self._sorted = None
+        number = row[0]
+        if norms is not None and number % self.stride == 0:
+            self.layers.append((number, names, norms, divisor))
+            if len(self.layers) > COLUMNS:
+                self.stride *= 2
+                self.layers = [column for column in self.layers if column[0] % self.stride == 0]
+        if self.sink is not None:
+            self.sink({"kind": "update", **dict(zip(FIELDS, row, strict=True))})
+
+    def log(self, applied_updates: int, metrics: dict[str, Any]) -> None:
+        row = {"applied_updates": applied_updates, **metrics}
+        self.metrics.append(row)
+        if self.sink is not None:
+            self.sink({"kind": "metrics", **row})
+
+    def note(self, kind: str, message: str, **numbers: Any) -> None:
+        """Something a reader should know. The same kind and message is kept once, with a count."""
+        for note in self.notes:
+            if note["note"] == kind and note["message"] == message:
+                note["count"] += 1
+                return
+        row = {"note": kind, "message": message, "count": 1, **numbers}
+        self.notes.append(row)
+        if self.sink is not None:
+            self.sink({"kind": "note", **row})
+
+    def percentiles(self) -> dict[str, float] | None:
+        """Of the gradient's norm over the last 1000 applied updates; None before the first."""
+        if not self._norms:
+            return None
+        if self._sorted is None:
+            self._sorted = sorted(self._norms)
+        values = self._sorted
+        return {f"p{p}": values[min(len(values) - 1, round(p / 100 * (len(values) - 1)))] for p in (10, 50, 90, 95, 99)}
+
+    def suggestion(self) -> float | None:
+        """A ``max_norm`` that clips one update in ten; None before ten were measured."""
+        percentiles = self.percentiles() if len(self._norms) >= 10 else None
+        return None if percentiles is None else percentiles["p90"]
+
+    def window(self) -> list[float]:
+        return list(self._norms)
+
+    def load_window(self, norms: list[float]) -> None:
+        self._norms = deque(norms, maxlen=WINDOW)
+        self._sorted = None
+
+    def layer_norms(self) -> list[tuple[int, dict[str, float]]]:
+        """(attempted update, name -> norm) of the columns kept."""
+        return [
+            (number, dict(zip(names, [norm / divisor for norm in norms.tolist()], strict=True)))
+            for number, names, norms, divisor in self.layers
+        ]

@@ -1,0 +1,90 @@
+"""Weights read from the loss's own graph, before backward: what its mean divided by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from halfstep.weigh import weigh
+from halfstep.weigh.walk import Walk
+
+_BUDGET = 64
+_SAME = 1e-3  # two denominators that agree to this are one
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """``weight`` is what the loss averaged over (of a sum: its supervised elements); None with the reason why not."""
+
+    weight: float | Tensor | None
+    why_not: str = ""
+
+
+def read_weight(loss: Tensor, reduction: str) -> Reading:
+    """The weight of a micro-batch, from its loss. Runs backward through the head of the loss at most, never a model.
+
+    A mean loss of torch's own over an accelerator keeps its count there: the weight is then that tensor, and nothing
+    is waited for.
+    """
+    if loss.grad_fn is None:
+        return Reading(None, "it is a parameter itself")
+    walk = Walk(loss.grad_fn, _BUDGET, not loss.dim())
+    if walk.opaque:
+        return Reading(None, f"opaque: {', '.join(walk.opaque)}")
+    places = [place for place in walk.places if place.name != "penalty"]
+    if not places:
+        return Reading(None, "no loss that holds targets was found in it")
+    count = _count_of(places[0]) if len(places) == 1 and reduction == "mean" else None
+    if count is not None:
+        return Reading(count)
+    return _probe(loss, places)
+
+
+def _count_of(place: Any) -> Tensor | float | None:
+    """The denominator a single mean node holds itself: the count of a cross-entropy, the elements of a squared error."""
+    if place.kind != "loss" or getattr(place.node, "_saved_reduction", 0) != 1:
+        return None
+    raw = getattr(place.node, "_raw_saved_total_weight", None)
+    if raw is None:
+        return float(math.prod(place.shape)) if place.name in ("mse", "smooth_l1", "huber", "bce_with_logits") else None
+    if raw.unpack_hook is not None or not isinstance(raw.data, Tensor):
+        return None
+    total: Tensor = raw.data.detach()
+    if total.dtype not in (torch.float32, torch.float64) or math.prod(place.shape) > 1 << 24:
+        return None  # a count rounded to half precision
+    return float(total.tolist()) if total.device.type == "cpu" else total
+
+
+def _probe(loss: Tensor, places: list[Any]) -> Reading:
+    """Run backward from the loss to just below its element losses, and weigh what arrives there."""
+    edges = [GradientEdge(child, index) for p in places for child, index in p.node.next_functions if child is not None]
+    weighing = weigh(loss)
+    try:
+        torch.autograd.grad(loss, edges, torch.ones_like(loss), retain_graph=True, allow_unused=True)
+        terms = [term for term in weighing.read() if term.loss != "penalty"]
+    except RuntimeError as error:
+        return Reading(None, str(error).splitlines()[0])
+    finally:
+        weighing.remove()
+    if weighing.opaque:
+        return Reading(None, f"opaque: {weighing.opaque}")
+    weights = []
+    for term in terms:
+        if term.supervised == 0:
+            weights.append(0.0)
+            continue
+        weight = (term.weight_sum or term.supervised) if term.reduction == "sum" else term.divisor
+        if weight is None or not math.isfinite(weight):
+            return Reading(None, f"the number of elements of its {term.loss} is not known")
+        weights.append(float(weight))
+    if not weights:
+        return Reading(None, "no gradient reached its element losses")
+    if max(weights) - min(weights) > _SAME * max(weights):
+        shown = ", ".join(f"{term.loss} over {weight:g}" for term, weight in zip(terms, weights, strict=True))
+        return Reading(None, f"its terms have denominators of their own ({shown}): give them as a list")
+    return Reading(weights[0])

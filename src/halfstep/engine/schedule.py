@@ -1,0 +1,146 @@
+"""Schedules move in their declared unit: applied updates, attempted updates, or the user's own calls."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfstep.errors import MisuseError, PolicyError
+
+UNITS = ("applied", "attempted", "calls")
+
+
+def schedulers_of(scheduler: Any) -> tuple[Any, ...]:
+    """``scheduler`` as given to step -> the schedulers. One that wants a metric is refused."""
+    if scheduler is None:
+        return ()
+    schedulers = tuple(scheduler) if isinstance(scheduler, (list, tuple)) else (scheduler,)
+    for one in schedulers:
+        if isinstance(one, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise MisuseError(
+                "ReduceLROnPlateau was given to manager.step: it moves on a validation metric, not on updates",
+                "call scheduler.step(metric) yourself after validation, and step(model, optimizer) without it",
+            )
+        if not callable(getattr(one, "step", None)):
+            raise PolicyError(f"{type(one).__name__} is no scheduler: it has no step()", "a torch.optim.lr_scheduler")
+    return schedulers
+
+
+class Schedule:
+    """Moves the schedulers given to ``step``, and notices when somebody else does.
+
+    On an accelerator the outcome of an update is not known yet when the schedule should move. It then moves at once,
+    and ``take_back`` undoes it where the update turns out to have been skipped: before the next update, or before a
+    save.
+    """
+
+    def __init__(self, unit: str) -> None:
+        if unit not in UNITS:
+            raise PolicyError(f"unknown scheduler_unit {unit!r}", f"one of {', '.join(map(repr, UNITS))}")
+        self.unit = unit
+        self._seen: dict[int, tuple[Any, int]] = {}
+        self._kept: list[tuple[Any, list[tuple[Any, dict[str, Any]]], list[dict[str, Any]]]] = []
+
+    def require_untouched(self, schedulers: tuple[Any, ...]) -> None:
+        """Raise where a scheduler moved since the manager last moved it."""
+        if self.unit == "calls":
+            return
+        for scheduler in schedulers:
+            known = self._seen.get(id(scheduler))
+            if known is None or known[0] is not scheduler:
+                continue
+            count = _position(scheduler)
+            if count is not None and count > known[1]:
+                raise MisuseError(
+                    f"{type(scheduler).__name__}.step() was called by hand {count - known[1]} times since the last "
+                    f"update, yet it is given to manager.step, which moves it by {self.unit} updates",
+                    "leave one of them out: do not call scheduler.step(), or do not pass the scheduler to step; "
+                    'scheduler_unit="calls" leaves it to you',
+                )
+
+    def move(self, schedulers: tuple[Any, ...], optimizers: tuple[Any, ...], outcome: str) -> None:
+        """Move after an attempt whose outcome is known."""
+        if self.unit == "calls":
+            return
+        for scheduler in schedulers:
+            if outcome == "applied" or self.unit == "attempted":
+                for optimizer in optimizers:
+                    # torch warns of a wrong order when the first attempt was skipped; the order is right here.
+                    optimizer._opt_called = True
+                scheduler.step()
+            self._note(scheduler)
+
+    def move_at_once(self, schedulers: tuple[Any, ...], optimizers: tuple[Any, ...]) -> None:
+        """Move before the outcome is known, keeping the way back."""
+        if self.unit == "calls":
+            return
+        if self.unit == "applied":
+            self._kept = [(s, _snapshot(s), _hyper(_optimizer_of(s))) for s in schedulers]
+        self.move(schedulers, optimizers, "applied")
+
+    def take_back(self, outcome: str) -> None:
+        """The outcome of the update that ``move_at_once`` went ahead of."""
+        kept, self._kept = self._kept, []
+        if outcome == "applied":
+            return
+        for scheduler, states, groups in kept:
+            for one, state in states:
+                vars(one).clear()
+                vars(one).update(state)
+            optimizer = _optimizer_of(scheduler)
+            for group, values in zip(optimizer.param_groups if optimizer else (), groups, strict=True):
+                for key, value in values.items():
+                    if isinstance(group.get(key), Tensor):
+                        group[key].copy_(value)
+                    else:
+                        group[key] = value
+            self._note(scheduler)
+
+    def forget(self) -> None:
+        """After states were loaded: positions start anew."""
+        self._seen.clear()
+
+    def _note(self, scheduler: Any) -> None:
+        count = _position(scheduler)
+        if count is not None:
+            self._seen[id(scheduler)] = (scheduler, count)
+
+
+def _position(scheduler: Any) -> int | None:
+    count = getattr(scheduler, "_step_count", None)
+    if not isinstance(count, int):
+        count = getattr(scheduler, "last_epoch", None)
+    return count if isinstance(count, int) else None
+
+
+def _optimizer_of(scheduler: Any) -> Any:
+    return getattr(scheduler, "optimizer", None)
+
+
+def _snapshot(scheduler: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """The attributes of a scheduler and of those inside it; what changes in place is copied, the rest is shared."""
+    kept = [(scheduler, {key: _copy(value) for key, value in vars(scheduler).items()})]
+    for inner in getattr(scheduler, "_schedulers", ()):
+        kept.extend(_snapshot(inner))
+    return kept
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    return copy.copy(value) if isinstance(value, dict) else value
+
+
+def _hyper(optimizer: Any) -> list[dict[str, Any]]:
+    """What schedulers write into parameter groups: learning rates, momenta, betas."""
+    if optimizer is None:
+        return []
+    return [
+        {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
