@@ -107,9 +107,34 @@ def alone() -> Iterator[None]:
 
 @pytest.mark.usefixtures("alone")
 def test_outputs_of_a_parallel_model() -> None:
-    net = nn.parallel.DistributedDataParallel(model())
-    assert one(net(X).mean()).total == pytest.approx(1)
-    assert one(F.cross_entropy(net(X), Y)).supervised == 6
+    for unused in (False, True):  # True puts a node of its own on every output
+        net = nn.parallel.DistributedDataParallel(model(), find_unused_parameters=unused)
+        assert one(net(X).mean()).total == pytest.approx(1)
+        assert one(F.cross_entropy(net(X), Y)).supervised == 6
+
+
+class WithLoss(nn.Module):
+    """A model that returns its losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = model()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.net(x)
+        return F.mse_loss(out, VALUES), F.cross_entropy(out, Y)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("unused", [True, False])
+def test_losses_that_a_parallel_model_returns(unused: bool) -> None:
+    net = nn.parallel.DistributedDataParallel(WithLoss(), find_unused_parameters=unused)
+    first, second = net(X)
+    if unused:
+        assert type(first.grad_fn).__name__ == "_DDPSinkBackward"
+    weighing, terms = weighed(first + second / 2)
+    assert weighing.opaque is None
+    assert [(t.loss, t.total) for t in terms] == [("mse", 1.0), ("cross_entropy", 0.5)]
 
 
 @pytest.mark.usefixtures("alone")

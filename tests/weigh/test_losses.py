@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from halfstep.weigh import weigh
+
 from .reference import agrees, expected, one, weighed
 
 N, C = 6, 5
@@ -86,6 +88,11 @@ BOTH = MASK & LIVE
         (lambda e: ((e * BOTH).view(2, 3).sum(1) / BOTH.view(2, 3).sum(1)).mean(), BOTH),
         (lambda e: (e * BOTH).view(2, 3).mean(dim=(0, 1)), BOTH),
         (lambda e: e[BOTH].topk(2).values.mean(), None),
+        (lambda e: torch.nanmean(torch.where(BOTH, e, torch.nan)), BOTH),
+        (lambda e: e.clone().index_put_((~BOTH,), torch.zeros((), dtype=e.dtype)).sum() / BOTH.sum(), BOTH),
+        (lambda e: torch.cat([e[:2], e[4:]]).mean(), BOTH),
+        (lambda e: sum(part.sum() for part in e.split(2)) / 4, LIVE),
+        (lambda e: torch.zeros(2, dtype=e.dtype).index_add(0, ROWS % 2, e * BOTH).sum() / 3, BOTH),
         (lambda e: (e[:3].sum() + e[3:].sum()) / 5, LIVE),
     ],
 )
@@ -95,6 +102,14 @@ def test_masks(reduce, live) -> None:  # type: ignore[no-untyped-def]
     assert loss.item() == pytest.approx(reduce(truth).item(), rel=1e-6)
     want = expected(truth, reduce, live)
     agrees(one(loss), want)
+
+
+def test_a_vector_loss_with_its_own_gradient() -> None:
+    loss = F.cross_entropy(fresh(), TARGET, reduction="none")
+    weighing = weigh(loss)
+    loss.backward(BOTH / BOTH.sum())
+    (term,) = weighing.read()
+    agrees(term, expected(nll(), lambda e: (e * BOTH).sum() / BOTH.sum(), BOTH))
 
 
 def test_class_weights() -> None:

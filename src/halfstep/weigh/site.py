@@ -154,18 +154,20 @@ class Site:
                     self._copies *= grad.size(dim)
                     grad = grad.narrow(dim, 0, 1)
             size = grad.abs()
-        numbers["mass"] = _sum(size)
+        numbers["mass"] = plain = _sum(size)
         if self._name in _BY_TARGET and self._kind != "soft" and grad.numel():
             numbers["downmost"], numbers["upmost"] = grad.amin(), grad.amax()
         if self._kind == "factor":
             assert self._weight is not None
             constants = self._weight.to(size.dtype).abs()
             numbers["least"], numbers["most"] = _smallest(constants), constants.amax()
-            self._add_up("masked ", size * constants)
+            masked = size * constants
+            self._add_up("masked ", masked, _sum(masked))
         valid = None if self._blind or self._kind != "loss" else self._valid()
         if valid is not None:
             size = size * valid.reshape(size.shape).to(size.dtype)
-        live = self._add_up("", size)
+            plain = _sum(size)
+        live = self._add_up("", size, plain)
         if self._kind == "loss" and not self._blind and self._weight is not None:
             self._target = None if self._target is None else self._target.reshape(size.shape)
             each = self._weight_each(live > 0).to(size.device)
@@ -175,9 +177,9 @@ class Site:
         if heavy is not None:
             numbers["heavy"] = _sum(heavy)
 
-    def _add_up(self, which: str, size: torch.Tensor) -> torch.Tensor:
+    def _add_up(self, which: str, size: torch.Tensor, plain: torch.Tensor) -> torch.Tensor:
         numbers = self._numbers
-        numbers[f"{which}plain"] = _sum(size)
+        numbers[f"{which}plain"] = plain
         live = size.sign()
         if not self._blind:
             numbers[f"{which}count"] = _sum(live)

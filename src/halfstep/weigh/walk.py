@@ -88,7 +88,7 @@ class _Path:
     share: float = 1.0
     parts: int = 1
     reduced: bool = False  # a reduction lies above: what comes now are elements
-    over: float | None = None  # divided by this below the last reduction; nan: by a tensor of counts
+    over: float | None = None  # divided by this below the last reduction; -1: by a tensor of counts
     empty: bool = False  # a mean over no element lies above
     entropy: bool = False  # a constant from which this is subtracted, below the last reduction: KL's own
     mean: tuple[int, ...] = ()  # shape under the last mean over everything
@@ -132,7 +132,9 @@ class Walk:
             self._log_softmax(path)
         elif name in LINEAR:
             self._linear(path, name)
-        elif name in ("AccumulateGrad", "_DDPSinkBackward") or name[-1].isdigit():
+        elif name == "_DDPSinkBackward":  # hands every output of a parallel model through
+            self._push(path, [entry for entry in children(path.node) if entry[2] == path.index])
+        elif name == "AccumulateGrad" or name[-1].isdigit():
             self._element(path, name)
         else:
             self._stop(name)  # compiled, custom, checkpointed: what is inside is not visible
