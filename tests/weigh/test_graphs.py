@@ -259,6 +259,16 @@ def test_second_derivatives_are_bit_identical() -> None:
         assert torch.equal(plain, weighed_too)
 
 
+def test_a_coefficient_with_a_graph_of_its_own_is_kept_without_it() -> None:
+    """A learned factor under create_graph: the gradient that arrives is itself differentiable."""
+    net, factor = model(), nn.Parameter(torch.tensor(2.0))
+    loss = factor * F.mse_loss(net(X), VALUES)
+    weighing = weigh(loss)
+    torch.autograd.grad(loss, list(net.parameters()), create_graph=True)
+    assert [tensor.requires_grad for tensor in weighing.late()] == [False]
+    assert weighing.read()[0].total == 2.0
+
+
 def test_a_retained_graph_is_weighed_again() -> None:
     loss = (F.cross_entropy(model()(X), Y, reduction="none") * (Y != -100)).sum() / 6
     for factor in (1.0, 3.0):
