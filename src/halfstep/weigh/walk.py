@@ -325,9 +325,9 @@ class Walk:
         if over in REDUCTIONS:
             self._place(path, "elementwise", "element", whole)
             return
-        step: _Path | None = up
-        while weight is None and step is not None and name_of(step.node) not in REDUCTIONS:
-            weight, step = class_weights(step.node, classes), step.up
+        higher: _Path | None = up
+        while weight is None and higher is not None and name_of(higher.node) not in REDUCTIONS:
+            weight, higher = class_weights(higher.node, classes), higher.up
         self._place(
             up,
             "kl_div" if path.entropy else "cross_entropy",
