@@ -279,7 +279,7 @@ class GradientsRead(Event):
 
     ``power``: the power of the loss scale that the value carries, where operators were looked at (a norm of scaled
     gradients 1, its square 2, one that was divided by the scale 0). ``use``: what became of it: "read" to the host,
-    "compared" with a number, "mixed" with values that do not carry the scale.
+    "compared" with a number. ``scale``, ``scaler``: which scale it carries.
     """
 
     optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -287,6 +287,8 @@ class GradientsRead(Event):
     value: float | None = None
     power: float | None = None
     use: str | None = None
+    scale: float | None = None
+    scaler: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -335,10 +337,10 @@ class Refused(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRead(Event):
-    """The script asked for the scale; ``computing``: its line computes with it at once."""
+    """The script asked for the scale; ``how``: its line goes on "computing" with it, "comparing" it, or neither."""
 
     scaler: int
-    computing: bool = False
+    how: str = "plain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -654,6 +656,10 @@ def _registry() -> dict[str, type[Event]]:
     return {kind.__name__: kind for kind in _kinds(Event)}
 
 
+_FIELD = {"kind": "of"}  # a field that bears the name of the line's own key
+_NAME = {written: name for name, written in _FIELD.items()}
+
+
 def encode(event: Event) -> str:
     """One line of JSON: {"kind": class name, fields that differ from their default}."""
     out: dict[str, Any] = {"kind": type(event).__name__}
@@ -663,7 +669,7 @@ def encode(event: Event) -> str:
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         if value != default or (field.default is dataclasses.MISSING and value is None):
-            out[field.name] = _dump(value)
+            out[_FIELD.get(field.name, field.name)] = _dump(value)
     return json.dumps(out, separators=(",", ":"))
 
 
@@ -684,6 +690,7 @@ def decode(line: str) -> Event | None:
     if kind is None:
         return None
     hints = _hints(kind)
+    raw = {_NAME.get(name, name): value for name, value in raw.items()}
     return kind(**{name: _load(value, hints[name]) for name, value in raw.items() if name in hints})
 
 

@@ -9,12 +9,15 @@ import torch
 
 from halfstep.events import Contribution, GradientsTaken, Share
 from halfstep.watch.autocasts import Autocasts, name_of
+from halfstep.watch.culprit import Culprit
 from halfstep.watch.gradients import Gradients
+from halfstep.watch.halves import Halves
 from halfstep.watch.losses import Losses
 from halfstep.watch.patches import Patches
 from halfstep.watch.place import route
 from halfstep.watch.scalers import Scalers
 from halfstep.watch.stream import Late
+from halfstep.watch.underflow import Underflow
 from halfstep.weigh import Term, Weighing, weigh
 
 if TYPE_CHECKING:
@@ -23,19 +26,30 @@ if TYPE_CHECKING:
 
 class Backwards:
     def __init__(
-        self, session: Session, gradients: Gradients, scalers: Scalers, autocasts: Autocasts, losses: Losses
+        self,
+        session: Session,
+        gradients: Gradients,
+        scalers: Scalers,
+        autocasts: Autocasts,
+        losses: Losses,
+        halves: Halves,
     ) -> None:
         self._session = session
         self._losses = losses
         self._gradients = gradients
         self._scalers = scalers
         self._autocasts = autocasts
+        self._halves = halves
+        self._underflow = Underflow(session)
+        self._culprit = Culprit(session)
         self._depth = 0
         self._described: dict[str, Any] = {}  # what the running backward's loss was before its graph is gone
 
     def install(self, patches: Patches) -> None:
         patches.around(torch.autograd, "backward", self._before, self._after, self._failed)
         patches.around(torch.autograd, "grad", None, self._after_grad)
+        self._underflow.install(patches)
+        self._culprit.install(patches)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Weighing] | None:
         self._depth += 1
@@ -64,6 +78,10 @@ class Backwards:
         roots = _roots(args, kwargs)
         mark = self._scalers.mark_of(roots)
         changes = {i: c for i, c in self._gradients.settle().items() if c.received}
+        self._gradients.contributed(changes, mark)
+        lost, lost_by = self._underflow.taken() or (None, None)
+        if self._session.look.is_open:
+            self._culprit.trace(roots, [g for change in changes.values() for g in change.touched])
         opaque = next((w.opaque for w in token if w.opaque), None if token else "no graph")
         draft = self._session.stream.emit(
             Contribution,
@@ -78,6 +96,9 @@ class Backwards:
             loss=Late(roots[0]) if roots and roots[0].numel() == 1 else None,
             dtype=name_of(roots[0].dtype) if roots else "float32",
             autocast=self._autocasts.last_half(),
+            halves=self._halves.taken(),
+            lost=lost,
+            lost_by=lost_by,
             inside_autocast=self._autocasts.inside(roots[0].device.type) if roots else False,
             retain_graph=bool(kwargs.get("retain_graph", args[2] if len(args) > 2 else None)),
             create_graph=bool(kwargs.get("create_graph", args[3] if len(args) > 3 else False)),
@@ -95,12 +116,15 @@ class Backwards:
 
     def _after_grad(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         mark = self._scalers.mark_of(_roots(args, kwargs, "outputs"))
+        at, graph = self._session.place(), bool(kwargs.get("create_graph", args[4] if len(args) > 4 else False))
+        if mark is not None and self._gradients.hands is not None:
+            self._gradients.hands.taken(result, mark, graph, at)
         self._session.stream.emit(
             GradientsTaken,
-            at=self._session.place(),
+            at=at,
             scale=Late(mark.scale) if mark else None,
             scaler=mark.scaler if mark else None,
-            create_graph=bool(kwargs.get("create_graph", args[4] if len(args) > 4 else False)),
+            create_graph=graph,
         )
 
 

@@ -13,19 +13,42 @@ from halfstep.watch.patches import Patches
 from halfstep.watch.stream import Late
 
 if TYPE_CHECKING:
+    from halfstep.watch.hands import Hands
     from halfstep.watch.session import Session
 
 _PROBED = 16  # gradients looked at to tell zeroing from other edits by hand
+_DISCARDED = 64  # discarded scaled gradients that are looked at, then one in sixteen
+
+
+class Mark:
+    """The scale that a loss carries; ``scale`` is a copy that later updates do not move."""
+
+    __slots__ = ("scale", "scaler")
+
+    def __init__(self, scaler: int, scale: torch.Tensor) -> None:
+        self.scaler = scaler
+        self.scale = scale
 
 
 class Gradients:
+    """``carried``: optimizers whose gradients carry a loss scale now; ``busy``: torch's own code is at them.
+
+    ``hands`` sees what the script does to gradients with operators, while a look is open.
+    """
+
     def __init__(self, session: Session) -> None:
         self._session = session
         self._clipping = 0
+        self._discarded = 0
+        self.busy = 0
+        self.moved = 0  # rises whenever gradients may have been made, replaced or removed
+        self.carried: dict[int, Mark] = {}
+        self.hands: Hands | None = None
+        self._shared: dict[int, tuple[tuple[int, int], dict[int, int]]] = {}
 
     def install(self, patches: Patches) -> None:
         for owner in (torch.optim.Optimizer, torch.nn.Module):
-            patches.around(owner, "zero_grad", self._before_clear, self._after_clear)
+            patches.around(owner, "zero_grad", self._before_clear, self._after_clear, self._failed_clear)
         clip = torch.nn.utils.clip_grad
         for name, kind in (
             ("clip_grad_norm_", "norm"),
@@ -39,20 +62,68 @@ class Gradients:
 
     def reconcile(self) -> None:
         """Emit what the ledger shows to have happened since the last known call: edits and clearing by hand."""
+        told = self.hands.flush() if self.hands is not None else set()
+        self.moved += 1
         changes = self._session.ledger.compare()
         for ident, change in changes.items():
             if change.cleared:
                 self._session.stream.emit(
                     GradientsCleared, optimizers={ident: change.cleared}, how="by hand", had=change.cleared
                 )
-            if change.received:
+            if change.received and ident not in told:
                 self._edited(ident, change)
             if change.parameters:
                 self._session.stream.emit(ParametersChanged, optimizers={ident: change.parameters})
 
     def settle(self) -> dict[int, Change]:
         """Take note of what a known call did, silently."""
+        self.moved += 1
         return self._session.ledger.compare()
+
+    # -- the scale they carry ------------------------------------------------------------------------------------
+
+    def contributed(self, idents: Iterable[int], mark: Mark | None) -> None:
+        if mark is not None:
+            self.carried.update(dict.fromkeys(idents, mark))
+
+    def sharing(self, optimizer: torch.optim.Optimizer) -> dict[int, int]:
+        """The optimizers that own parameters of this one (itself too), with how many of them hold a gradient."""
+        known = list(self._session.ledger.optimizers())
+        own = {id(p) for g in optimizer.param_groups for p in g["params"] if p.grad is not None}
+        ident, state = self._session.ledger.ident(optimizer), (known[-1][0] if known else 0, len(own))
+        told = self._shared.get(ident)
+        if told is None or told[0] != state:
+            owners = {i: sum(id(p) in own for g in o.param_groups for p in g["params"]) for i, o in known}
+            told = self._shared[ident] = (state, {i: n for i, n in owners.items() if n})
+        return told[1]
+
+    def unscaled(self, idents: Iterable[int]) -> None:
+        for ident in idents:
+            self.carried.pop(ident, None)
+
+    def attempted(self, optimizer: torch.optim.Optimizer) -> None:
+        self.unscaled(self.sharing(optimizer) if len(self.carried) > 1 else (self._session.ledger.ident(optimizer),))
+
+    def _nonfinite(self, owner: Any) -> Late | None:
+        """Whether scaled gradients about to be discarded unused hold a non-finite value (a sample of them)."""
+        waiting = [(i, o) for i, o in self._session.ledger.optimizers() if i in self.carried]
+        if isinstance(owner, torch.optim.Optimizer):
+            waiting = [(i, o) for i, o in waiting if o is owner]
+        grads = [
+            p.grad
+            for _, optimizer in waiting
+            for group in optimizer.param_groups
+            for p in group["params"]
+            if p.grad is not None and not p.grad.is_sparse
+        ]
+        if not grads or len({g.device for g in grads}) > 1:
+            return None
+        self._discarded += 1
+        if self._discarded > _DISCARDED and self._discarded % 16:
+            return None
+        with torch.no_grad():
+            total = torch.stack(torch._foreach_norm(grads, 1, dtype=torch.float32)).sum()
+        return Late(total, lambda n: not abs(n) < float("inf"))
 
     def _edited(self, ident: int, change: Change) -> None:
         grads = [g for g in change.touched[:_PROBED] if not g.is_sparse]
@@ -65,10 +136,17 @@ class Gradients:
 
     # -- zero_grad -----------------------------------------------------------------------------------------------
 
-    def _before_clear(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_clear(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Late | None:
         self.reconcile()
+        nonfinite = self._nonfinite(args[0] if args else None) if self.carried else None
+        self.busy += 1
+        return nonfinite
+
+    def _failed_clear(self, token: Any, error: BaseException) -> None:
+        self.busy -= 1
 
     def _after_clear(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.busy -= 1
         changes = self.settle()
         cleared = {i: c.cleared + c.accumulated for i, c in changes.items() if c.cleared or c.accumulated}
         owner = args[0] if args else None
@@ -76,8 +154,13 @@ class Gradients:
             cleared.setdefault(self._session.ledger.ident(owner), 0)
         if not cleared:
             return
+        self.unscaled(cleared)
         self._session.stream.emit(
-            GradientsCleared, at=self._session.place(), optimizers=cleared, had=sum(cleared.values())
+            GradientsCleared,
+            at=self._session.place(),
+            optimizers=cleared,
+            had=sum(cleared.values()),
+            nonfinite=token,
         )
 
     # -- clipping and reading ------------------------------------------------------------------------------------
@@ -86,13 +169,16 @@ class Gradients:
         self._clipping += 1
         if self._clipping == 1:
             self.reconcile()
+        self.busy += 1
 
     def _failed_clip(self, token: Any, error: BaseException) -> None:
         self._clipping -= 1
+        self.busy -= 1
 
     def _after_clip(self, kind: str) -> Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], None]:
         def after(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._clipping -= 1
+            self.busy -= 1
             if self._clipping:
                 return
             name = "max_norm" if kind == "norm" else "clip_value"
@@ -113,8 +199,8 @@ class Gradients:
         return after
 
     def _after_total_norm(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._clipping or not isinstance(result, torch.Tensor):
-            return
+        if self._clipping or self._session.look.is_open or not isinstance(result, torch.Tensor):
+            return  # a look tells what becomes of the norm, too
         tensors = kwargs.get("tensors", args[0] if args else ())
         owners = self.owners(_tensors(tensors))
         if owners or not isinstance(tensors, (list, tuple)):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from halfstep.watch.session import Session
 
 BUDGET = 12_000  # operators seen before looks are limited to updates 2^k
+_ITEM = torch.ops.aten._local_scalar_dense.default
 _ELEMENTS = 1 << 16  # so many elements count as one operator more
 
 
@@ -151,6 +152,18 @@ class _Silence(AbstractContextManager[None]):
             self._mode.live = self._was
 
 
+def _written(operation: Operation) -> list[torch.Tensor]:
+    """The tensors of the lists that this operator writes to."""
+    schema = operation.func._schema.arguments
+    return [
+        tensor
+        for argument, value in zip(schema, operation.args, strict=False)
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, (list, tuple))
+        for tensor in value
+        if isinstance(tensor, torch.Tensor)
+    ]
+
+
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, look: Look) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -160,13 +173,21 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self.live or any(t not in (torch.Tensor, torch.nn.Parameter) for t in types):
+            if func is _ITEM and not isinstance(args[0], torch.Tensor):
+                return args[0]  # a number that torch wrapped in a tensor (`loss / 4`) arrives here bare
             return func(*args, **kwargs)
         look = self._look
         look.spent += 1
         operation = Operation(func, args, kwargs, look.backward, look._session.place)
+        versions: list[tuple[torch.Tensor, int]] = []
         if operation.mutates:
             self._tell("before", operation)
+            if operation.name.startswith("_foreach"):
+                versions = [(t, t._version) for t in _written(operation)]
         operation.out = out = func(*args, **kwargs)
+        for tensor, version in versions:
+            if tensor._version == version:  # inside a mode, tensors of a list keep their counters; outside they rise
+                torch.autograd.graph.increment_version(tensor)
         if isinstance(out, torch.Tensor):
             look.spent += out.numel() // _ELEMENTS
         self._tell("after", operation)

@@ -1,4 +1,4 @@
-"""Loss scalers: their life, what they scaled, unscaled, stepped and updated.
+"""Loss scalers: their life, what they scaled, unscaled, stepped and updated, and what they refused.
 
 A scaled loss is marked on its own graph node, so the backward that starts from it (or from a sum or quotient of it)
 knows which scale it carries without a look at any value.
@@ -6,12 +6,16 @@ knows which scale it carries without a look at any value.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+import linecache
+import re
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from halfstep.events import Attempt, ScalerMade, ScaleUpdated, StateLoaded, Unscaled
-from halfstep.watch.gradients import Gradients
+from halfstep.events import Attempt, Place, Refused, ScaleRead, ScalerMade, ScaleUpdated, StateLoaded, Unscaled
+from halfstep.watch.gradients import Gradients, Mark
+from halfstep.watch.halves import Halves
 from halfstep.watch.patches import Patches
 from halfstep.watch.stream import Draft, Late
 
@@ -21,54 +25,57 @@ if TYPE_CHECKING:
 Scaler = torch.amp.GradScaler
 _MARK = "halfstep.scale"
 _REACH = 24  # graph nodes looked through for the mark below a backward's root
+_LINEAR = ("Add", "Sub", "Mul", "Div", "Neg", "Sum", "Mean", "View", "Select", "Clone", "ToCopy", "Stack", "Squeeze")
+_READS = 64  # reads of the scale told for each line
+_COMPARES = re.compile(r"[<>]|[=!]=")
+_COMPUTES = re.compile(r"(\*|/)\s*[\w.\[\]'\"]*get_scale\(\)|get_scale\(\)\s*(\*|/)")
 
 
-class Mark:
-    """The scale that a loss carries; ``scale`` is a copy that later updates do not move."""
+class _Call(NamedTuple):
+    """A verb's call: on which scaler, for which optimizer; ``outer``: not made by the same verb of a subclass."""
 
-    __slots__ = ("scale", "scaler")
-
-    def __init__(self, scaler: int, scale: torch.Tensor) -> None:
-        self.scaler = scaler
-        self.scale = scale
+    scaler: Scaler
+    optimizer: torch.optim.Optimizer | None
+    outer: bool
 
 
 class Scalers:
-    def __init__(self, session: Session, gradients: Gradients) -> None:
+    def __init__(self, session: Session, gradients: Gradients, halves: Halves) -> None:
         self._session = session
         self._gradients = gradients
+        self._halves = halves
         self._scales: dict[int, torch.Tensor] = {}
-        self._depth = 0
+        self._within: Counter[str] = Counter()
+        self._reads: Counter[Place | None] = Counter()
         self.attempts: list[Draft] = []  # attempts made inside the scaler.step that is running
 
     @property
     def stepping(self) -> bool:
         """Whether `scaler.step` is on the stack: an optimizer's update inside it is the scaler's."""
-        return self._depth > 0
+        return self._within["step"] > 0
 
     def install(self, patches: Patches) -> None:
         patches.around(Scaler, "__init__", None, self._after_init)
+        patches.around(Scaler, "get_scale", None, self._after_get)
+        verbs = {"unscale_": self._after_unscale, "step": self._after_step, "update": self._after_update}
         for kind in {Scaler, *_overriding(Scaler)}:
             own = vars(kind)
             if "scale" in own:
                 patches.around(kind, "scale", None, self._after_scale)
-            if "unscale_" in own:
-                patches.around(kind, "unscale_", self._before_unscale, self._after_unscale)
-            if "step" in own:
-                patches.around(kind, "step", self._before_step, self._after_step, self._failed_step)
-            if "update" in own:
-                patches.around(kind, "update", self._before_update, self._after_update)
+            for verb, after in verbs.items():
+                if verb in own:
+                    patches.around(kind, verb, self._before(verb), self._closing(verb, after), self._failed(verb))
             if "load_state_dict" in own:
                 patches.around(kind, "load_state_dict", None, self._after_load)
 
     def mark_of(self, roots: list[torch.Tensor]) -> Mark | None:
-        """The scale carried by these roots, looked for in the first nodes of their graphs."""
+        """The scale carried by these roots, looked for in the first linear nodes of their graphs."""
         queue = [r.grad_fn for r in roots if r.grad_fn is not None]
         for node in queue:
             mark = _metadata(node).get(_MARK)
             if isinstance(mark, Mark):
                 return mark
-            if len(queue) < _REACH:
+            if len(queue) < _REACH and node.name().startswith(_LINEAR):
                 queue.extend(n for n, _ in node.next_functions if n is not None)
         return None
 
@@ -93,6 +100,17 @@ class Scalers:
         self._scales.pop(ident, None)
         self._session.stream.emit(StateLoaded, at=self._session.place(), kind="scaler", ident=ident)
 
+    def _after_get(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        at = self._session.place()
+        if not args[0]._enabled or at is None or self._reads[at] >= _READS:
+            return
+        line = linecache.getline(at.file, at.line)
+        if "get_scale" not in line:
+            return  # `state_dict` asks too
+        self._reads[at] += 1
+        how = "computing" if _COMPUTES.search(line) else "comparing" if _COMPARES.search(line) else "plain"
+        self._session.stream.emit(ScaleRead, at=at, scaler=self._session.ident("scaler", args[0]), how=how)
+
     def _scale_now(self, scaler: Scaler) -> torch.Tensor | None:
         ident = self._session.ident("scaler", scaler)
         known = self._scales.get(ident)
@@ -112,47 +130,86 @@ class Scalers:
         for tensor in _flat(result):
             if tensor.grad_fn is not None:
                 _metadata(tensor.grad_fn)[_MARK] = mark
+        if self._gradients.hands is not None:
+            inputs = _flat(kwargs.get("outputs", args[1] if len(args) > 1 else ()))
+            self._gradients.hands.scaled(inputs, result, scaler._scale, mark)
 
-    def _before_unscale(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._gradients.reconcile()
+    def _before(self, verb: str) -> Any:
+        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | torch.Tensor | None:
+            scaler: Scaler = args[0]
+            if not scaler._enabled:
+                return None
+            optimizer = kwargs.get("optimizer", args[1] if len(args) > 1 else None) if verb != "update" else None
+            call = _Call(scaler, optimizer, self._within[verb] == 0)
+            if call.outer and verb != "update":
+                self._gradients.reconcile()
+                if optimizer is not None:
+                    self._halves.about_to_update(optimizer)
+                if verb == "step":
+                    self.attempts.clear()
+            self._within[verb] += 1
+            self._gradients.busy += 1
+            return call
 
-    def _after_unscale(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        scaler, optimizer = args[0], kwargs.get("optimizer", args[1] if len(args) > 1 else None)
-        if not scaler._enabled or optimizer is None:
+        return before
+
+    def _closing(self, verb: str, after: Any) -> Any:
+        def closing(call: _Call | None, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if call is None:
+                return
+            self._close(verb)
+            if call.outer:
+                after(call, args, kwargs)
+
+        return closing
+
+    def _failed(self, verb: str) -> Any:
+        def failed(call: _Call | None, error: BaseException) -> None:
+            if call is None:
+                return
+            self._close(verb)
+            if call.outer and not (verb == "unscale_" and self.stepping):  # the step that called it tells
+                self._session.stream.emit(
+                    Refused,
+                    at=self._session.place(),
+                    verb=verb,
+                    scaler=self._session.ident("scaler", call.scaler),
+                    optimizer=None if call.optimizer is None else self._session.ledger.ident(call.optimizer),
+                    type=type(error).__name__,
+                    message=str(error)[:500],
+                )
+
+        return failed
+
+    def _close(self, verb: str) -> None:
+        self._within[verb] -= 1
+        self._gradients.busy -= 1
+
+    def _after_unscale(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if call.optimizer is None:
             return
         self._gradients.settle()
-        scale = self._scale_now(scaler)
-        found = _found_inf(scaler, optimizer)
+        divided = self._gradients.sharing(call.optimizer)  # no version counter tells
+        self._gradients.unscaled(divided)
+        scale = self._scale_now(call.scaler)
+        found = _found_inf(call.scaler, call.optimizer)
         self._session.stream.emit(
             Unscaled,
             at=self._session.place(),
-            scaler=self._session.ident("scaler", scaler),
-            optimizer=self._session.ledger.ident(optimizer),
+            scaler=self._session.ident("scaler", call.scaler),
+            optimizer=self._session.ledger.ident(call.optimizer),
             scale=None if scale is None else Late(scale),
             found_inf=None if found is None else Late(found, bool),
             in_step=self.stepping,
+            optimizers=divided,
         )
 
-    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        enabled = bool(args[0]._enabled)
-        if enabled:
-            self._depth += 1
-            self._gradients.reconcile()
-            self.attempts.clear()
-        return enabled
-
-    def _failed_step(self, enabled: Any, error: BaseException) -> None:
-        self._depth -= bool(enabled)
-
-    def _after_step(self, enabled: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not enabled:
+    def _after_step(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        optimizer = call.optimizer
+        if optimizer is None or self.stepping:
             return
-        self._depth -= 1
-        scaler, optimizer = args[0], kwargs.get("optimizer", args[1] if len(args) > 1 else None)
-        if optimizer is None or self._depth:
-            return
-        found = _found_inf(scaler, optimizer)
-        ident = self._session.ident("scaler", scaler)
+        found = _found_inf(call.scaler, optimizer)
+        ident = self._session.ident("scaler", call.scaler)
         if self.attempts:
             draft = self.attempts[-1]
             draft.fields.update(via="scaler", scaler=ident, at=self._session.place())
@@ -170,18 +227,13 @@ class Scalers:
                 **counts(optimizer),
             )
         self._gradients.settle()
+        self._gradients.attempted(optimizer)
         self._session.applied(draft.fields.get("at"))
 
-    def _before_update(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-        return self._scale_now(args[0]) if args[0]._enabled else None
-
-    def _after_update(self, before: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        scaler: Scaler = args[0]
-        if not scaler._enabled:
-            return
-        ident = self._session.ident("scaler", scaler)
-        self._scales.pop(ident, None)
-        after = self._scale_now(scaler)
+    def _after_update(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ident = self._session.ident("scaler", call.scaler)
+        before = self._scales.pop(ident, None)
+        after = self._scale_now(call.scaler)
         given = kwargs.get("new_scale", args[1] if len(args) > 1 else None)
         self._session.stream.emit(
             ScaleUpdated,
@@ -195,7 +247,11 @@ class Scalers:
 
 def counts(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     parameters = [p for g in optimizer.param_groups for p in g["params"]]
-    return {"parameters": len(parameters), "gradients": sum(p.grad is not None for p in parameters)}
+    return {
+        "parameters": len(parameters),
+        "gradients": sum(p.grad is not None for p in parameters),
+        "states": len(optimizer.state),
+    }
 
 
 def rate(optimizer: torch.optim.Optimizer) -> Any:

@@ -13,6 +13,9 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.autocasts import Autocasts
     from halfstep.watch.backwards import Backwards
     from halfstep.watch.gradients import Gradients
+    from halfstep.watch.halves import Halves
+    from halfstep.watch.hands import Hands
+    from halfstep.watch.loaders import Loaders
     from halfstep.watch.losses import Losses
     from halfstep.watch.modules import Modules
     from halfstep.watch.optimizers import Optimizers
@@ -21,16 +24,20 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.states import States
 
     gradients = Gradients(session)
-    scalers = Scalers(session, gradients)
+    halves = Halves(session)
+    scalers = Scalers(session, gradients, halves)
     autocasts = Autocasts(session)
     losses = Losses(session)
     return (
-        Optimizers(session, gradients, scalers),
+        Optimizers(session, gradients, scalers, halves),
         scalers,
         gradients,
+        Hands(session, gradients),
+        halves,
         losses,
-        Backwards(session, gradients, scalers, autocasts, losses),
+        Backwards(session, gradients, scalers, autocasts, losses, halves),
         Schedulers(session),
+        Loaders(session),
         autocasts,
         Modules(session, autocasts),
         States(session),
