@@ -155,9 +155,8 @@ def _precision(manager: MixedPrecisionManager) -> dict[str, Any]:
 def _normalisation(manager: MixedPrecisionManager) -> dict[str, Any]:
     verification = manager._verification
     why = manager._contributor.counted_examples
-    modes = dict(manager._modes)
     return {
-        "weights": modes or "not observed: no update yet",
+        "weights": dict(manager._sources) or "not observed: no update yet",
         "counted_examples_instead": why,
         "verdict": "unverified" if why is not None else verification.verdict or "unverified",
         "weighed_contributions": verification.weighed,
@@ -184,7 +183,9 @@ def _operators(sight: Sight | None) -> dict[str, Any]:
 
 def memory() -> dict[str, Any]:
     """Peak memory by device, measured: allocated by torch on an accelerator, resident on the CPU."""
-    peaks: dict[str, Any] = {"cpu": {"peak_bytes": peak_resident(), "how": "measured: peak resident size of the process"}}
+    peaks: dict[str, Any] = {
+        "cpu": {"peak_bytes": peak_resident(), "how": "measured: peak resident size of the process"}
+    }
     if torch.accelerator.is_available():
         for index in range(torch.accelerator.device_count()):
             kind = torch.accelerator.current_accelerator()

@@ -60,11 +60,10 @@ class Attempts:
         coefficient = 1.0 if total is None else self._coefficient(grad_norm)
         if folded:
             factor = divisor / coefficient if coefficient != 0.0 else math.inf
-            if binding.damped:
-                binding.make_damped_momentum(factor)
+            binding.seed_momentum(factor)
             self._step_folded(binding, None if factor == 1.0 else self._factor(gradients[0].device, factor), None)
         else:
-            if total is not None and not coefficient == 1.0:
+            if total is not None and coefficient != 1.0:
                 assert self.max_norm is not None
                 # torch's own expression on tensors: the same bits as clip_grad_norm_ would multiply by
                 true = total if divisor == 1.0 else total / divisor
@@ -112,6 +111,7 @@ class Attempts:
         stop = found if self.heed else torch.zeros_like(found)
         if empty is not None:
             stop = torch.maximum(stop, empty)
+        binding.seed_momentum(None)
         self._step_folded(binding, factor, stop)
         return Attempt(norms, divisor, grad_norm, coefficient, found)
 
@@ -133,14 +133,21 @@ class Attempts:
 def multiply(gradients: Sequence[Tensor], factor: Number, plain: bool) -> None:
     """Multiply gradients in place, in one multi-tensor pass a device and dtype."""
     if plain:
-        torch._foreach_mul_(gradients, factor)
+        _multiply(list(gradients), factor)
         return
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         values = gradient._values() if gradient.is_sparse else gradient
         kinds.setdefault((values.device, values.dtype), []).append(values)
     for (device, _), values_of_kind in kinds.items():
-        torch._foreach_mul_(values_of_kind, factor.to(device) if isinstance(factor, Tensor) else factor)
+        _multiply(values_of_kind, factor.to(device) if isinstance(factor, Tensor) else factor)
+
+
+def _multiply(tensors: list[Tensor], factor: Number) -> None:
+    if isinstance(factor, Tensor):
+        torch._foreach_mul_(tensors, factor)
+    else:
+        torch._foreach_mul_(tensors, factor)
 
 
 def coalesce(parameters: Sequence[Tensor]) -> None:

@@ -48,7 +48,7 @@ class Binding:
         self.sparse = False
         self._looked: Any = None
         self._foldable = False
-        self._damped = False
+        self._lacking: list[tuple[Optimizer, dict[str, Any], list[Tensor], bool]] = []
         self.relaid: list[str] = []
 
     def _fingerprint(self) -> list[tuple[int, int, Any]]:
@@ -59,8 +59,8 @@ class Binding:
         ]
 
     def current(self) -> bool:
-        """Whether what was looked at still holds: same groups of the same length, same fused flags."""
-        return self._fingerprint() == self._groups
+        """Whether what was looked at still holds: the same groups, lengths and fused flags, nothing unfrozen."""
+        return self._fingerprint() == self._groups and not any(p.requires_grad for p in self._orphans)
 
     def notice_load(self) -> None:
         """Look at layouts again where an optimizer's state was loaded since the last call."""
@@ -104,6 +104,7 @@ class Binding:
         if key == self._looked:
             return
         self._looked = key
+        self._lacking = []
         first = gradients[0]
         strided = not any(g.is_sparse or g.layout != torch.strided for g in gradients)
         self.sparse = any(g.is_sparse for g in gradients)
@@ -111,7 +112,7 @@ class Binding:
         self._foldable = strided and self.fold_types and all(g.dtype != torch.float64 for g in gradients)
         if self._foldable:
             self._look_at_layouts()
-            self._seed_momentum()
+            self._look_at_momentum()
 
     def folds(self) -> bool:
         """Whether one factor handed to the fused optimizers does all the unscaling and clipping."""
@@ -137,57 +138,42 @@ class Binding:
                         state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
                         self.relaid.append(f"{name}: {key}")
 
-    def _seed_momentum(self) -> None:
-        """Give fused SGD the momentum buffers it would make itself, as zeros.
-
-        The fused kernel leaves a new buffer uninitialised when its first attempt is skipped, and fails where some
-        parameters have one and others do not. From zeros the first momentum is the gradient, as it should be, unless
-        it is damped; then the buffer is set so that momentum·buffer + (1 - dampening)·g is g once g is known (see
-        :meth:`needs_flag`).
-        """
-        self._damped = False
+    def _look_at_momentum(self) -> None:
+        """Which momentum buffers fused SGD still has to make."""
+        self._lacking = []
         for optimizer in self.optimizers:
-            if type(optimizer) is not torch.optim.SGD:
-                continue
-            for group in optimizer.param_groups:
-                if group["momentum"] == 0:
-                    continue
-                new = [p for p in group["params"] if p.grad is not None and self._lacks_momentum(optimizer, p)]
-                if group["dampening"] == 0:
-                    for parameter in new:
-                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-                elif new:
-                    self._damped = True
-
-    @staticmethod
-    def _lacks_momentum(optimizer: Optimizer, parameter: Tensor) -> bool:
-        return optimizer.state.get(parameter, {}).get("momentum_buffer") is None
+            for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
+                having = [p for p in group["params"] if p.grad is not None] if group["momentum"] != 0 else []
+                new = [p for p in having if optimizer.state.get(p, {}).get("momentum_buffer") is None]
+                if new:
+                    self._lacking.append((optimizer, group, new, len(new) < len(having)))
 
     @property
     def damped(self) -> bool:
-        """Whether a fused optimizer still has to make damped momentum buffers: not before the flag is known."""
-        return self._damped
+        """Whether fused SGD still has to make damped momentum buffers: not before it is known that it will step."""
+        return any(group["dampening"] != 0 for _, group, _, _ in self._lacking)
 
-    def make_damped_momentum(self, factor: float) -> None:
-        """Make them where the kernel cannot: some parameters have one already, others do not.
+    def seed_momentum(self, factor: float | None) -> None:
+        """Make the momentum buffers that a fused kernel would spoil.
 
-        ``factor`` is what the gradient will be divided by. A new buffer b with momentum·b + (1 - dampening)·g = g.
+        It leaves a new buffer uninitialised where the first attempt is skipped, and fails where some parameters of a
+        group have one and others do not. From zeros the first momentum is the gradient, as it should be. A damped one
+        starts from b with momentum·b + (1 - dampening)·g = g, where ``factor`` is what the gradient is divided by.
+        ``factor`` None: the outcome is not known yet; else the update will be applied, and kernels make whole groups
+        of buffers themselves.
         """
-        self._damped = False
-        self._looked = None
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
-                momentum, dampening = group["momentum"], group["dampening"]
-                with_gradient = [p for p in group["params"] if p.grad is not None]
-                new = [p for p in with_gradient if self._lacks_momentum(optimizer, p)]
-                if momentum == 0 or dampening == 0 or len(new) in (0, len(with_gradient)):
-                    continue
-                for parameter in new:
-                    direction = parameter.grad / factor
-                    if group["maximize"]:
-                        direction = -direction
+        lacking, self._lacking = self._lacking, []
+        for optimizer, group, new, mixed in lacking:
+            if factor is not None and not mixed:
+                continue
+            for parameter in new:
+                buffer = torch.zeros_like(parameter)
+                if group["dampening"] != 0 and factor is not None:
+                    assert parameter.grad is not None
+                    direction = parameter.grad / (-factor if group["maximize"] else factor)
                     direction = direction + group["weight_decay"] * parameter.detach()
-                    optimizer.state[parameter]["momentum_buffer"] = direction.mul_(dampening / momentum)
+                    buffer = direction.mul_(group["dampening"] / group["momentum"])
+                optimizer.state[parameter]["momentum_buffer"] = buffer
 
     # --- ownership ---
 
@@ -210,7 +196,7 @@ class Binding:
                 "they would be changed without being clipped or named",
                 "pass every module it trains, step((model, loss_module), optimizer), or the optimizer of this model",
             )
-        self.orphans = [p for p in self.parameters if id(p) not in owned]
+        self._orphans = [p for p in self.parameters if id(p) not in owned]
         if not any(p.requires_grad for p in self.parameters):
             raise MisuseError("no parameter of the model requires a gradient", "requires_grad_(True) on what to train")
 
@@ -220,8 +206,8 @@ class Binding:
         ]
         if half:
             raise UnsupportedError(
-                f"{len(half)} trainable parameters are FP16 ({_some(half)}): an update of 1e-4 of a weight rounds away, "
-                "and gradients below 6e-8 are zero",
+                f"{len(half)} trainable parameters are FP16 ({_some(half)}): an update of 1e-4 of a weight rounds "
+                "away, and gradients below 6e-8 are zero",
                 "keep the parameters in FP32 (model.float()); autocast runs the operators in half precision. "
                 "BF16 parameters are accepted",
             )

@@ -38,7 +38,7 @@ class Bindings:
 
     def find(self, model: Any, optimizer: Any) -> Binding:
         """The binding of this pair; built and checked the first time and after parameter groups changed."""
-        key = (id(model), id(optimizer))
+        key: tuple[int, ...] = (id(model), id(optimizer))
         binding = self._by_key.get(key)
         if binding is None and not isinstance(model, (list, tuple)) and not isinstance(optimizer, (list, tuple)):
             return Binding(modules_of(model), optimizers_of(optimizer), key)
@@ -88,13 +88,12 @@ class Bindings:
             ]
             if left:
                 raise ForeignGradients(*_message(binding, left, "were left there by the loss of another optimizer"))
-        if len(self._by_key) <= 1:
+        others = [other for other in self._by_key.values() if other.key != binding.key]
+        if not others:
             return
         own = {id(c) for c in share.contributions}
         rest = [c for c in pending if id(c) not in own]
-        for other in self._by_key.values():
-            if other.key == binding.key:
-                continue
+        for other in others:
             foreign = [
                 p
                 for p in other.parameters

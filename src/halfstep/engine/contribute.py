@@ -22,6 +22,9 @@ from halfstep.weigh import Weighing, weigh
 _HALF = (torch.float16, torch.bfloat16)
 _SEEDS = 512
 
+Normalised = tuple[Mode, str, tuple[Weight, ...], tuple[Weight, ...] | None]
+"""(how, where the weights came from, factor of each term, weight of each term)."""
+
 
 class Contributor:
     """Runs backwards for one manager and keeps its ledger."""
@@ -35,6 +38,8 @@ class Contributor:
         """Whether the graph under the next losses is looked at: which parameters does it reach?"""
         self.sight: graph.Sight | None = None
         """Operators and dtypes under the very first loss."""
+        self.leaves: list[Tensor] = []
+        """What the last graph that was looked at reaches, until the update."""
         self.counted_examples: str | None = None
         """Why examples are counted although weights were to be read from the loss; None: they are read."""
         self._scale = scale
@@ -43,7 +48,10 @@ class Contributor:
         self._seeds: dict[tuple[Any, ...], Tensor] = {}
 
     def drop(self) -> None:
-        """Forget what is pending; gradients are cleared where their graph was looked at."""
+        """Forget what is pending; gradients are cleared where the graph was looked at."""
+        for leaf in self.leaves:
+            leaf.grad = None
+        self.leaves = []
         self.ledger.pending.clear()
         self.buffers.clear()
 
@@ -56,7 +64,9 @@ class Contributor:
             raise MisuseError("backward was given an empty list of losses", "at least one scalar loss")
         for one in losses:
             if not isinstance(one, Tensor):
-                raise MisuseError(f"backward was given a {type(one).__name__}", "a scalar loss tensor, or a list of them")
+                raise MisuseError(
+                    f"backward was given a {type(one).__name__}", "a scalar loss tensor, or a list of them"
+                )
             if one.numel() != 1:
                 raise MisuseError(
                     f"the loss has shape {tuple(one.shape)}: backward needs one number",
@@ -89,14 +99,12 @@ class Contributor:
                 "for batch in group: … manager.backward(loss)",
             )
 
-    def normalise(
-        self, losses: tuple[Tensor, ...], weight: Any, group: Group[Any] | None
-    ) -> tuple[Mode, tuple[Weight, ...], tuple[Weight, ...] | None]:
-        """(how, factor of each term, weight of each term). Changes nothing but the anchor of counted weights."""
+    def normalise(self, losses: tuple[Tensor, ...], weight: Any, group: Group[Any] | None) -> Normalised:
+        """How this contribution is normalised. Changes nothing but the anchor of counted weights."""
         if group is None:
             if weight is None:
-                return "plain", (1.0,) * len(losses), None
-            return self._along(_declared(weight, len(losses)), "mean")
+                return "plain", "none: as the caller scaled it", (1.0,) * len(losses), None
+            return self._along("counted along", _declared(weight, len(losses)), "mean")
         if group.micro_weights is not None:
             if weight is not None:
                 raise MisuseError(
@@ -104,13 +112,20 @@ class Contributor:
                     "leave weight= out of backward, or out of manager.groups",
                 )
             return self._ahead(losses, group)
-        if weight is not None:
-            return self._along(_declared(weight, len(losses)), group.reduction)
         if group.reduction == "none":
-            return "plain", (1.0,) * len(losses), None
-        return self._along(self._read(losses, group), group.reduction)
+            if weight is not None:
+                raise MisuseError(
+                    'backward was given a weight in a group of reduction="none", whose losses are divided already',
+                    "leave one of them out",
+                )
+            return "plain", "none: as the caller scaled it", (1.0,) * len(losses), None
+        if weight is not None:
+            return self._along("counted along", _declared(weight, len(losses)), group.reduction)
+        weights = self._read(losses, group)
+        source = "read from the loss" if self.counted_examples is None else "examples, unverified"
+        return self._along(source, weights, group.reduction)
 
-    def _ahead(self, losses: tuple[Tensor, ...], group: Group[Any]) -> tuple[Mode, tuple[Weight, ...], tuple[Weight, ...]]:
+    def _ahead(self, losses: tuple[Tensor, ...], group: Group[Any]) -> Normalised:
         assert group.micro_weights is not None
         assert group.weights is not None
         own, totals = group.micro_weights[group.position], group.weights
@@ -127,13 +142,14 @@ class Contributor:
             factors = tuple(0.0 if w == 0.0 else 1.0 / total for w, total in zip(own, totals, strict=True))
         else:
             factors = tuple(0.0 if w == 0.0 else w / total for w, total in zip(own, totals, strict=True))
-        return "ahead", factors, own
+        return "ahead", "counted ahead", factors, own
 
-    def _along(self, weights: tuple[Weight, ...], reduction: str) -> tuple[Mode, tuple[Weight, ...], tuple[Weight, ...]]:
+    def _along(self, source: str, weights: tuple[Weight, ...], reduction: str) -> Normalised:
         reference = self.ledger.anchor(weights)
         if reduction == "sum":
-            return "along", tuple(0.0 if isinstance(w, float) and w == 0.0 else 1.0 / reference for w in weights), weights
-        return "along", tuple(w / reference for w in weights), weights
+            factors = tuple(0.0 if isinstance(w, float) and w == 0.0 else 1.0 / reference for w in weights)
+            return "along", source, factors, weights
+        return "along", source, tuple(w / reference for w in weights), weights
 
     def _read(self, losses: tuple[Tensor, ...], group: Group[Any]) -> tuple[Weight, ...]:
         """Weights from the graphs of the losses; the examples of the micro-batch where they cannot be read."""
@@ -145,8 +161,8 @@ class Contributor:
             why = next(reading.why_not for reading in readings if reading.weight is None)
             if any(not c.empty for c in self.ledger.pending):
                 raise WeightError(
-                    f"the weight of micro-batch {group.position + 1} cannot be read from its loss ({why}), those of the "
-                    "group's earlier ones could",
+                    f"the weight of micro-batch {group.position + 1} cannot be read from its loss ({why}), those of "
+                    "the group's earlier ones could",
                     "groups(loader, size, weight=…) with the number of supervised elements",
                 )
             self.counted_examples = why
@@ -159,6 +175,7 @@ class Contributor:
         self,
         losses: tuple[Tensor, ...],
         mode: Mode,
+        source: str,
         factors: tuple[Weight, ...],
         weights: tuple[Weight, ...] | None,
         *,
@@ -173,6 +190,7 @@ class Contributor:
         cpu = losses[0].device.type == "cpu"
         contribution = Contribution(
             mode,
+            source,
             tuple(host(loss) for loss in losses) if cpu else tuple(loss.detach().reshape(()) for loss in losses),
             factors,
             weights,
@@ -192,11 +210,14 @@ class Contributor:
             contribution.leaves = frozenset(map(id, sight.leaves)) if sight.whole else None
         weighings = [weigh(losses[i]) for i in live] if self.weigh else []
         roots = [losses[i] for i in live]
-        seeds = [self._seed(losses[i], factors[i]) for i in live]
+        averaging = 1 if mode == "plain" else self._replicas.averaging
+        seeds = [self._seed(losses[i], factors[i] * averaging) for i in live]
         try:
             if buffered:
                 assert sight is not None
-                leaves = sight.leaves if only is None else [leaf for leaf in sight.leaves if any(leaf is o for o in only)]
+                leaves = (
+                    sight.leaves if only is None else [leaf for leaf in sight.leaves if any(leaf is o for o in only)]
+                )
                 self.buffers.backward(
                     roots, seeds, live, leaves, only, retain_graph=retain_graph, create_graph=create_graph
                 )
@@ -207,15 +228,17 @@ class Contributor:
                 weighing.remove()
             raise
         if weighings:
-            self._keep(contribution, weighings, [factors[i] for i in live])
-        if self.sight is None and sight is not None:
-            self.sight = sight
+            self._keep(contribution, weighings, [factors[i] * averaging for i in live])
+        if sight is not None:
+            if self.sight is None:
+                self.sight = graph.Sight([], sight.operators, sight.opaque)
+            self.leaves = sight.leaves
         self.ledger.pending.append(contribution)
         return contribution
 
     def _keep(self, contribution: Contribution, weighings: list[Weighing], factors: list[Weight]) -> None:
         """What weighing found, each term beside the factor its root got."""
-        scale = self._scale.value * self._replicas.averaging
+        scale = self._scale.value
         reasons = [w.opaque for w in weighings if w.opaque is not None]
         contribution.opaque = "; ".join(reasons) or None
         if contribution.opaque is None:
@@ -226,13 +249,12 @@ class Contributor:
             )
 
     def _seed(self, loss: Tensor, factor: Weight) -> Tensor:
-        """The gradient that enters the graph at a loss: factor times loss scale times R where the backend averages."""
+        """The gradient that enters the graph at a loss: ``factor`` times the loss scale."""
         scale = self._scale
-        factor = factor * self._replicas.averaging
         if scale.is_enabled():
             tensor = scale.on(loss.device)
             if loss.device.type == "cpu" and isinstance(factor, float):
-                factor = factor * float(tensor.tolist())
+                factor = factor * host(tensor)
             else:
                 return _shaped(tensor if isinstance(factor, float) and factor == 1.0 else tensor * factor, loss)
         if isinstance(factor, Tensor):
@@ -272,7 +294,9 @@ def _declared(weight: Any, terms: int) -> tuple[Weight, ...]:
     if len(entries) != terms:
         raise WeightError(f"backward was given {terms} losses and {len(entries)} weights", "one weight for each loss")
     return tuple(
-        entry.detach() if isinstance(entry, Tensor) and entry.device.type != "cpu" and entry.numel() == 1 else host_weight(entry)
+        entry.detach()
+        if isinstance(entry, Tensor) and entry.device.type != "cpu" and entry.numel() == 1
+        else host_weight(entry)
         for entry in entries
     )
 

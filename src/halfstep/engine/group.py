@@ -47,7 +47,9 @@ def pick(batch: Any, key: str | int) -> Any:
         if isinstance(key, str) and hasattr(batch, key):
             return getattr(batch, key)
         has = f"; it has {sorted(map(str, batch))}" if isinstance(batch, Mapping) else ""
-        raise PolicyError(f"a micro-batch of type {type(batch).__name__} has no {key!r}{has}", "the key of the labels") from error
+        raise PolicyError(
+            f"a micro-batch of type {type(batch).__name__} has no {key!r}{has}", "the key of the labels"
+        ) from error
 
 
 def examples_of(batch: Any) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from halfstep.engine.late import host
 from halfstep.errors import MisuseError, WeightError
 
 Mode = Literal["plain", "ahead", "along"]
@@ -28,6 +29,8 @@ class Contribution:
     """
 
     mode: Mode
+    source: str
+    """Where its weights came from, as words for the record."""
     losses: tuple[float | Tensor, ...]
     factors: tuple[Weight, ...]
     weights: tuple[Weight, ...] | None
@@ -55,7 +58,7 @@ class Share:
     contributions: list[Contribution]
     mode: Mode
     weights: tuple[Weight, ...] | None
-    """W of each term, local; None where contributions are not weighed."""
+    """W of each term; None where contributions have no weights. Of this replica where they are counted along."""
 
     def __len__(self) -> int:
         return len(self.contributions)
@@ -121,6 +124,10 @@ class Ledger:
                 "give every backward of a group the same terms, in the same order (weight 0 for an absent one)",
             )
 
+    def waits(self, parameters: frozenset[int]) -> bool:
+        """Whether a pending contribution may have added to any of these parameters."""
+        return any(not c.empty and c.reaches(parameters) for c in self.pending)
+
     def anchor(self, weights: Sequence[Weight]) -> float:
         """``ref`` of the group these weights belong to."""
         if not any(c.mode == "along" and not c.empty for c in self.pending):
@@ -129,12 +136,14 @@ class Ledger:
                 self.reference = 2.0 ** round(math.log2(first))
         return self.reference
 
-    def share(self, parameters: frozenset[int]) -> Share:
-        """The contributions that reach these parameters."""
+    def share(self, parameters: frozenset[int], totals: tuple[float, ...] | None) -> Share:
+        """The contributions that reach these parameters. ``totals``: W of each term, where a group knew it ahead."""
         own = [c for c in self.pending if c.reaches(parameters)]
         mode: Mode = own[0].mode if own else "plain"
         weights: tuple[Weight, ...] | None = None
-        if own and own[0].weights is not None:
+        if mode == "ahead":
+            weights = totals
+        elif own and own[0].weights is not None:
             columns = zip(*(c.weights for c in own if c.weights is not None), strict=True)
             weights = tuple(_sum(column) for column in columns)
         return Share(own, mode, weights)
@@ -152,7 +161,7 @@ class Ledger:
 def _sum(values: Iterable[Weight]) -> Weight:
     items = list(values)
     if all(isinstance(item, float) for item in items):
-        return math.fsum(items)  # type: ignore[arg-type]
+        return math.fsum(items)
     total: Weight = 0.0
     for item in items:
         total = total + (item.double() if isinstance(item, Tensor) and item.device.type != "mps" else item)
@@ -162,7 +171,7 @@ def _sum(values: Iterable[Weight]) -> Weight:
 def host_weight(weight: Any, what: str = "weight") -> float:
     """A weight as a float. Raises :class:`WeightError` for what cannot weigh: negative, NaN, infinite, no number."""
     try:
-        value = float(weight.tolist() if isinstance(weight, Tensor) and weight.numel() == 1 else weight)
+        value = host(weight) if isinstance(weight, Tensor) and weight.numel() == 1 else float(weight)
     except (TypeError, ValueError, RuntimeError) as error:
         raise WeightError(f"{what} is {weight!r}, not one number", "the number of supervised elements") from error
     if not 0.0 <= value < math.inf:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from halfstep.engine import graph
 from halfstep.engine.account import Account, report
 from halfstep.engine.binding import Binding
 from halfstep.engine.bindings import Bindings
@@ -30,7 +29,7 @@ from halfstep.engine.schedule import Schedule, schedulers_of
 from halfstep.engine.update import Update
 from halfstep.engine.updater import Updater
 from halfstep.engine.verification import Verification
-from halfstep.engine.witness import Witness
+from halfstep.engine.witness import Witnesses
 from halfstep.errors import GroupError, MisuseError, NonFiniteError, PolicyError
 
 ON_NONFINITE = ("skip", "raise", "ignore")
@@ -114,7 +113,7 @@ class MixedPrecisionManager:
         self._verification = Verification(self._journal)
         self._contributor = Contributor(self.scaler, self.replicas, activated=self.activated)
         self._ledger = self._contributor.ledger
-        self._witness = Witness()
+        self._witnesses = Witnesses()
         self._bindings = Bindings(self._noticed)
         self._updater = Updater(
             self.scaler,
@@ -126,11 +125,12 @@ class MixedPrecisionManager:
             on_nonfinite=on_nonfinite,
             monitor=self.monitor,
         )
+        self._updater.host = self.precision.device_type == "cpu"
         self._group: Group[Any] | None = None
         self._islands: list[Islands] = []
         self._islands_run = True
         self._checks: list[Check] = []
-        self._modes: dict[str, int] = {}
+        self._sources: dict[str, int] = {}
 
     # --- the forward ---
 
@@ -192,10 +192,10 @@ class MixedPrecisionManager:
         only = inputs_of(inputs)
         if not self.precision.settled or self.precision.device_type != losses[0].device.type:
             self._learn_device(losses[0].device)
-        mode, factors, weights = contributor.normalise(losses, weight, group)
+        mode, source, factors, weights = contributor.normalise(losses, weight, group)
         ledger = self._ledger
         ledger.admit(mode, len(losses))
-        self._witness.before(bool(ledger.pending))
+        self._witnesses.before(ledger.waits)
         if group is None:
             examples, micro_batch = None, len(ledger.pending)
         else:
@@ -203,6 +203,7 @@ class MixedPrecisionManager:
         contribution = contributor.run(
             losses,
             mode,
+            source,
             factors,
             weights,
             only=only,
@@ -214,10 +215,10 @@ class MixedPrecisionManager:
         if group is not None:
             group.contributed = True
         if not contribution.empty:
-            if self._witness.chosen:
-                self._witness.after()
+            if self._witnesses:
+                self._witnesses.after()
             else:
-                self._choose_witness(losses)
+                self._witnesses.first(contributor.leaves)
 
     def grad(self, outputs: Any, inputs: Any, **torch_kwargs: Any) -> tuple[Tensor | None, ...]:
         """``torch.autograd.grad`` through half precision: scaled on the way, unscaled when it returns.
@@ -228,7 +229,7 @@ class MixedPrecisionManager:
         if not self.precision.settled:
             self._learn_device(roots[0].device)
         if not self.scaler.is_enabled():
-            return torch.autograd.grad(outputs, inputs, **torch_kwargs)
+            return tuple(torch.autograd.grad(outputs, inputs, **torch_kwargs))
         scale = self.scaler.on(roots[0].device)
         given = torch_kwargs.pop("grad_outputs", None)
         seeds = [None] * len(roots) if given is None else [given] if isinstance(given, Tensor) else list(given)
@@ -252,7 +253,7 @@ class MixedPrecisionManager:
         count = len(self._ledger.pending)
         self._bindings.clear()
         self._contributor.drop()
-        self._witness.clear()
+        self._witnesses.clear()
         if self._group is not None:
             self._group.leave()
             self._group = None
@@ -282,9 +283,7 @@ class MixedPrecisionManager:
 
         The group is fetched before its first forward, and no more than the group.
         """
-        return Groups(
-            self, loader, size, weight=weight, reduction=reduction, drop_last=drop_last, model=model, ids=ids
-        )
+        return Groups(self, loader, size, weight=weight, reduction=reduction, drop_last=drop_last, model=model, ids=ids)
 
     # --- the update ---
 
@@ -328,10 +327,12 @@ class MixedPrecisionManager:
         number = self._account.attempted
         self._ledger.settle(share)
         self._bindings.settle(binding, share, number)
-        self._modes[share.mode] = self._modes.get(share.mode, 0) + 1
+        source = share.contributions[0].source
+        self._sources[source] = self._sources.get(source, 0) + 1
         self._contributor.weigh = number + 1 & number == 0
-        self._contributor.look = len(self._bindings) > 1
-        self._witness.choose_among(binding)
+        self._contributor.look = self._contributor.weigh or len(self._bindings) > 1
+        self._contributor.leaves = []
+        self._witnesses.keep(binding.parameters, binding.ids, [b.ids for b in self._bindings])
         group = self._group
         if group is not None and not self._ledger.pending:
             if group.short:
@@ -347,11 +348,11 @@ class MixedPrecisionManager:
         group = self._group
         if group is not None and not group.whole:
             raise GroupError(
-                f"step was called with {group.progress()} of group {group.index + 1} contributed: it would be divided by "
-                "the weight of all of them",
+                f"step was called with {group.progress()} of group {group.index + 1} contributed: it would be divided "
+                "by the weight of all of them",
                 "let the loop over the group end before manager.step; after a break, manager.discard() drops the group",
             )
-        share = self._ledger.share(binding.ids)
+        share = self._ledger.share(binding.ids, None if group is None else group.weights)
         if not share:
             if self._ledger.pending:
                 raise MisuseError(
@@ -366,15 +367,15 @@ class MixedPrecisionManager:
 
     def _require_intact(self, binding: Binding) -> None:
         """Raise what was noticed of verbs called by hand since the last update."""
-        witness = self._witness
-        witness.before(True)
-        if witness.fault is None and witness.moved():
-            witness.blame(
-                "parameters changed while contributions were pending: something stepped the optimizer, or wrote weights",
+        witnesses = self._witnesses
+        witnesses.before(self._ledger.waits)
+        if witnesses.fault is None and witnesses.moved():
+            witnesses.fault = (
+                "parameters changed while contributions were pending: the optimizer was stepped, or weights written",
                 "manager.step(model, optimizer) instead of optimizer.step(); load weights between updates",
             )
-        if witness.fault is not None:
-            seen, fix = witness.fault
+        if witnesses.fault is not None:
+            seen, fix = witnesses.fault
             raise MisuseError(seen, f"{fix}; manager.discard() drops what is pending")
 
     def _require_gradients(self, binding: Binding, share: Share) -> None:
@@ -410,8 +411,8 @@ class MixedPrecisionManager:
                 "manager.step(model, optimizer) after the loop over the group, or manager.discard()",
             )
         raise GroupError(
-            f"group {group.index + 1} is still open with {group.progress()} contributed, and another one was asked for: "
-            "the loop over it was left early, or groups were opened inside each other",
+            f"group {group.index + 1} is still open with {group.progress()} contributed, and another one was asked "
+            "for: the loop over it was left early, or groups were opened inside each other",
             "let the loop over a group end and step it; manager.discard() drops the open one",
         )
 
@@ -419,8 +420,8 @@ class MixedPrecisionManager:
         self._close_group()
         if self._ledger.pending:
             raise MisuseError(
-                f"{len(self._ledger.pending)} contributions made outside any group are pending, and a group was opened: "
-                "they have no common denominator",
+                f"{len(self._ledger.pending)} contributions made outside any group are pending, and a group was "
+                "opened: they have no common denominator",
                 "manager.step before the group begins, or manager.discard()",
             )
         self._group = group
@@ -433,11 +434,7 @@ class MixedPrecisionManager:
 
     def _noticed(self, optimizer: str) -> None:
         """An optimizer this manager steps was stepped by somebody else."""
-        self._witness.stepped(len(self._ledger.pending), optimizer)
-
-    def _choose_witness(self, losses: Sequence[Tensor]) -> None:
-        sight = graph.look(losses)
-        self._witness.choose(sight.leaves, remember=True)
+        self._witnesses.stepped(len(self._ledger.pending), optimizer)
 
     # --- settings, state, record ---
 
@@ -450,7 +447,8 @@ class MixedPrecisionManager:
     def loss_scale(self, value: float) -> None:
         if self._ledger.pending or self._group is not None:
             raise MisuseError(
-                f"the loss scale was set with {len(self._ledger.pending)} contributions pending: they carry the old one",
+                f"the loss scale was set with {len(self._ledger.pending)} contributions pending: they carry the old "
+                "one",
                 "set it right after manager.step, before the next backward",
             )
         self._updater.settle()
@@ -534,8 +532,8 @@ class MixedPrecisionManager:
         self._updater.settle()
         if self._ledger.pending:
             raise MisuseError(
-                f"state_dict() with {len(self._ledger.pending)} contributions pending: they are in the gradients, which "
-                "no checkpoint holds",
+                f"state_dict() with {len(self._ledger.pending)} contributions pending: they are in the gradients, "
+                "which no checkpoint holds",
                 "save right after manager.step; in a flat loop, step the tail first (if manager.pending)",
             )
         state: dict[str, Any] = {
@@ -561,9 +559,9 @@ class MixedPrecisionManager:
         self._updater.settle()
         self._schedule.forget()
         if not state or "counters" not in state:
-            if state and not _SCALER_STATE <= state.keys():
+            if state and not state.keys() >= _SCALER_STATE:
                 raise PolicyError(
-                    f"this is no state of a MixedPrecisionManager or GradScaler: its keys are {sorted(map(str, state))}",
+                    f"no state of a MixedPrecisionManager or a GradScaler: its keys are {sorted(map(str, state))}",
                     "manager.load_state_dict(checkpoint['manager']) with what manager.state_dict() gave",
                 )
             if state:
@@ -571,7 +569,8 @@ class MixedPrecisionManager:
             return
         if state["version"] > STATE_VERSION:
             raise PolicyError(
-                f"the state has version {state['version']}, this halfstep reads up to {STATE_VERSION}", "update halfstep"
+                f"the state has version {state['version']}, this halfstep reads up to {STATE_VERSION}",
+                "update halfstep",
             )
         self._account.load(state["counters"])
         self.scaler.load_full_state(state["scaler"], self._account.attempted)

@@ -20,7 +20,7 @@ def norms_of(gradients: Sequence[Tensor], *, plain: bool, exact: bool) -> Tensor
     if plain:
         if exact and gradients[0].device.type == "cpu" and any(g.numel() >= LONG for g in gradients):
             return torch.stack([_by_rows(g) if g.numel() >= LONG else _one(g) for g in gradients])
-        return torch.stack(torch._foreach_norm(gradients, 2.0))
+        return torch.stack(torch._foreach_norm(list(gradients), 2.0))
     values = [dense(g) for g in gradients]
     double = any(v.dtype in (torch.float64, torch.complex128) for v in values)
     dtype = torch.float64 if double else torch.float32
@@ -40,7 +40,8 @@ def dense(gradient: Tensor) -> Tensor:
 
 def _one(gradient: Tensor) -> Tensor:
     half = gradient.dtype in (torch.float16, torch.bfloat16)
-    return torch.linalg.vector_norm(gradient, 2.0, dtype=torch.float32 if half else None)
+    norm: Tensor = torch.linalg.vector_norm(gradient, 2.0, dtype=torch.float32 if half else None)
+    return norm
 
 
 def _by_rows(gradient: Tensor) -> Tensor:
@@ -50,4 +51,5 @@ def _by_rows(gradient: Tensor) -> Tensor:
     parts = [torch.linalg.vector_norm(flat[: rows * ROW].view(rows, ROW), 2.0, dim=1)]
     if rows * ROW < count:
         parts.append(torch.linalg.vector_norm(flat[rows * ROW :], 2.0).reshape(1))
-    return torch.linalg.vector_norm(torch.cat(parts) if len(parts) > 1 else parts[0], 2.0)
+    norm: Tensor = torch.linalg.vector_norm(torch.cat(parts) if len(parts) > 1 else parts[0], 2.0)
+    return norm

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from halfstep.errors import PolicyError
+
 
 class Position:
     """Epoch and micro-batches used in it, with the random state the epoch's order came from.
@@ -41,8 +43,12 @@ class Position:
             _restore(loader, resume["now"])
         self._start = _state_of(loader)
         iterator = iter(loader)
-        for _ in range(taken):
-            next(iterator)
+        for drawn in range(taken):
+            if next(iterator, self) is self:
+                raise PolicyError(
+                    f"the run had used {taken} micro-batches of this epoch, the loader gave only {drawn}",
+                    "resume with the loader the state was saved with (same data, batch size and sampler)",
+                )
         if taken:
             _restore(loader, resume["now"])
         return iterator, taken

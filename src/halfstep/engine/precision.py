@@ -59,7 +59,7 @@ class Precision:
                 self._resolve()
         elif device.type != self.device_type:
             raise PolicyError(
-                f"the loss is on {device.type}, the manager's device is {self.device_type}: autocast covered no operator",
+                f"the loss is on {device.type}, the manager's device is {self.device_type}: autocast covered nothing",
                 f"MixedPrecisionManager(device={device.type!r}), or move model and data to {self.device_type}",
             )
 

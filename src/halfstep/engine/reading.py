@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from halfstep.engine.late import host
 from halfstep.weigh import weigh
 from halfstep.weigh.walk import Walk
 
@@ -46,7 +47,7 @@ def read_weight(loss: Tensor, reduction: str) -> Reading:
 
 
 def _count_of(place: Any) -> Tensor | float | None:
-    """The denominator a single mean node holds itself: the count of a cross-entropy, the elements of a squared error."""
+    """The denominator a mean node holds itself: the count of a cross-entropy, the elements of a squared error."""
     if place.kind != "loss" or getattr(place.node, "_saved_reduction", 0) != 1:
         return None
     raw = getattr(place.node, "_raw_saved_total_weight", None)
@@ -57,7 +58,7 @@ def _count_of(place: Any) -> Tensor | float | None:
     total: Tensor = raw.data.detach()
     if total.dtype not in (torch.float32, torch.float64) or math.prod(place.shape) > 1 << 24:
         return None  # a count rounded to half precision
-    return float(total.tolist()) if total.device.type == "cpu" else total
+    return host(total) if total.device.type == "cpu" else total
 
 
 def _probe(loss: Tensor, places: list[Any]) -> Reading:

@@ -52,7 +52,8 @@ class Replicas:
         return tuple(weights)
 
     def norm(self, norms: Tensor) -> Tensor:
-        return torch.linalg.vector_norm(norms, 2.0)
+        total: Tensor = torch.linalg.vector_norm(norms, 2.0)
+        return total
 
     def agree(self, found_inf: Tensor) -> Tensor:
         return found_inf

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from halfstep.engine.late import host
 from halfstep.errors import MisuseError, PolicyError
 
 SCALE_MAX = 2.0**127  # the largest power of two FP32 holds
@@ -85,7 +86,7 @@ class LossScale(torch.amp.GradScaler):
         """The scale; 1.0 where losses are not scaled. On an accelerator this waits for the device."""
         if not self._enabled:
             return 1.0
-        return self._init_scale if self._scale is None else float(self._scale.tolist())
+        return self._init_scale if self._scale is None else host(self._scale)
 
     @property
     def device(self) -> torch.device:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from halfstep.engine.late import host
+
 Outcome = Literal["applied", "skipped", "empty"]
 
 
@@ -128,7 +130,7 @@ class Update:
 
     @property
     def lrs(self) -> tuple[float, ...]:
-        return tuple(float(lr.tolist()) if isinstance(lr, Tensor) else float(lr) for lr in self._lrs)
+        return tuple(host(lr) if isinstance(lr, Tensor) else float(lr) for lr in self._lrs)
 
     @property
     def lr(self) -> float:

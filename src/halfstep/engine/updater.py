@@ -88,7 +88,9 @@ class Updater:
         """
         lrs = binding.lrs()
         attempt, values = self._empty(share) if share.empty else self._attempt(binding, share, reference, buffers)
-        names = binding.names if attempt.norms is None or attempt.norms.numel() == len(binding.names) else binding.named()
+        names = (
+            binding.names if attempt.norms is None or attempt.norms.numel() == len(binding.names) else binding.named()
+        )
         late = not self.host and any(isinstance(values[key], Tensor) for key in ("found_inf", "empty", "scale"))
         if self._scale.is_enabled():
             self._move_scale(attempt, values, shared_scale)
@@ -223,7 +225,7 @@ class Updater:
         if all(isinstance(found, float) for found in tried):
             if self._found is None:
                 self._found = torch.zeros((), dtype=torch.float32, device=device)
-            self._scale.move(self._found.fill_(max(tried)))  # type: ignore[type-var]
+            self._scale.move(self._found.fill_(max(tried)))
         else:
             found_inf = torch.stack([torch.as_tensor(f, dtype=torch.float32, device=device) for f in tried]).amax()
             self._scale.move(found_inf, unless=empty if isinstance(empty, Tensor) and len(tried) == 1 else None)
@@ -301,8 +303,8 @@ class Updater:
             return
         path = ", ".join(f"{entry['scale']:g} ({entry['why']})" for entry in list(self._scale.history)[-8:])
         raise ScaleFloorError(
-            f"the loss scale touched its floor of {self._scale.min_scale:g} at {FLOOR_TOUCHES} overflows in a row, after "
-            f"{self._account.attempted} attempted updates: gradients are non-finite in {nonfinite_names(*floor)}. "
+            f"the loss scale touched its floor of {self._scale.min_scale:g} at {FLOOR_TOUCHES} overflows in a row, "
+            f"after {self._account.attempted} attempted updates: non-finite gradients in {nonfinite_names(*floor)}. "
             f"The scale went {path}",
             "a smaller scale cannot cure this: keep the layer at fault in FP32 (manager.keep_fp32), normalise before "
             'it, lower its learning rate, or use precision="bf16"; manager.check(tensor, name) finds the first '

@@ -58,17 +58,19 @@ class Verification:
     def _judge(self, seen: Sequence[Any], reduction: str, size: int) -> tuple[str, str] | None:
         rows = []  # one a contribution: [(term, factor its root got, declared weight)]
         for contribution in seen:
-            weights = contribution.weights
             terms = [(term, factor) for term, factor in contribution.terms if term.loss != "penalty"]
-            single = len(weights) == 1
-            if not single and len(terms) != len(weights):
+            weights = [float(w) for w in contribution.weights]
+            if len(weights) == 1:
+                weights *= len(terms)
+            if len(terms) != len(weights):
                 return None  # several losses in one of several terms: which belongs to which is not known
-            rows.append([(t, f, float(weights[0] if single else w)) for (t, f), w in zip(terms, weights * len(terms) if single else weights, strict=False)])
+            rows.append([(term, factor, weight) for (term, factor), weight in zip(terms, weights, strict=True)])
         width = {len(row) for row in rows}
         if len(width) != 1 or 0 in width:
             return None
         columns = list(zip(*rows, strict=True))
-        divided = self._divided(columns, size)
+        # Under "none" a share of 1/A is what equal weights w/W come to.
+        divided = self._divided(columns, size) if reduction != "none" else None
         if divided is not None:
             return divided
         for index, column in enumerate(columns):
@@ -82,7 +84,7 @@ class Verification:
         """Every loss carries exactly 1/A: somebody divided already."""
         if size < 2:
             return None
-        shares = [t.total / f for column in columns for t, f, _ in column if t.supervised and t.reduction != "sum"]
+        shares = [t.total / f for column in columns for t, f, _ in column if t.supervised]
         if shares and all(abs(share * size - 1.0) < EXACT for share in shares):
             return (
                 f"the losses are already divided by A = {size}: each gives its elements a total weight of "
@@ -115,7 +117,9 @@ class Verification:
         return None
 
     def _sum(self, index: int, column: Sequence[Any]) -> tuple[str, str] | None:
-        averaged = [t for t, f, _ in column if t.supervised and t.supervised > 1 and _near(t.coefficient * t.supervised, f)]
+        averaged = [
+            t for t, f, _ in column if t.supervised and t.supervised > 1 and _near(t.coefficient * t.supervised, f)
+        ]
         if column and len(averaged) == len(column):
             counts = _list([t.divisor or t.supervised for t in averaged])
             return (
