@@ -326,13 +326,17 @@ class Unscaled(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(Event):
-    """A verb of the scaler ("step", "unscale_", "update") raised: ``type`` and ``message`` of the exception."""
+    """A verb of the scaler ("step", "unscale_", "update") raised: ``type`` and ``message`` of the exception.
+
+    ``closure``: it was called by an optimizer's closure.
+    """
 
     verb: str
     scaler: int
     optimizer: int | None = None
     type: str = ""
     message: str = ""
+    closure: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -448,7 +452,8 @@ class AverageUpdated(Event):
 
     ``average``: its number in the run; ``optimizers``: whose parameters it follows, with how many of them;
     ``decay``: the share of its old value that it kept; ``still``: of the elements that differed from their parameter,
-    the share that did not move all the same (looked at where the average is in half precision).
+    the share that did not move all the same (looked at where the average is in half precision); ``made_at``: where the
+    average became half.
     """
 
     average: int
@@ -457,6 +462,7 @@ class AverageUpdated(Event):
     decay: float | None = None
     dtype: str = "float32"
     still: float | None = None
+    made_at: Place | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

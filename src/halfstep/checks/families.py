@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from halfstep.checks.accumulation import Accumulation
+from halfstep.checks.accumulation_denominators import Denominators
+from halfstep.checks.accumulation_supervision import Supervision
+from halfstep.checks.averages import Averages
+from halfstep.checks.halves import HalfParameters
+from halfstep.checks.orders import EpochOrderRepeats
 from halfstep.checks.registry import BaseCheck
-from halfstep.checks.scaling import ClipScaledGradients
+from halfstep.checks.scaling import SCALING
 from halfstep.checks.schedules import Schedules
 
-CHECKS: tuple[type[BaseCheck], ...] = (ClipScaledGradients, Schedules)
+CHECKS: tuple[type[BaseCheck], ...] = (
+    *SCALING,
+    Accumulation,
+    Denominators,
+    Supervision,
+    Schedules,
+    EpochOrderRepeats,
+    Averages,
+    HalfParameters,
+)

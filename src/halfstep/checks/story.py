@@ -16,6 +16,7 @@ from halfstep.events import (
     Event,
     GradientsCleared,
     GradientsEdited,
+    HalfUpdate,
     OptimizerMade,
     ParametersChanged,
     ScalerMade,
@@ -153,6 +154,9 @@ class Story:
                     self._between(ident, event)
             case Unscaled():
                 self.scaler(event.scaler).unscaled[event.optimizer] = event
+                for ident in event.optimizers or (event.optimizer,):
+                    self._between(ident, event)
+            case HalfUpdate():
                 self._between(event.optimizer, event)
             case ScaleUpdated():
                 self._scaled(event)

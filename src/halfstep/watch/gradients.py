@@ -41,6 +41,7 @@ class Gradients:
         self._clipping = 0
         self._discarded = 0
         self.busy = 0
+        self.closures = 0  # optimizers that are running a closure
         self.moved = 0  # rises whenever gradients may have been made, replaced or removed
         self.carried: dict[int, Mark] = {}
         self.hands: Hands | None = None
@@ -186,6 +187,8 @@ class Gradients:
             norm = result if isinstance(result, torch.Tensor) else kwargs.get("total_norm")
             # Clipping multiplies each gradient it is given: the ledger tells whose they were (a generator is spent).
             owners = {ident: change.received for ident, change in self.settle().items()}
+            if self.hands is not None and isinstance(result, torch.Tensor) and kind == "norm":
+                self.hands.measured(result, owners, self._session.place())
             self._session.stream.emit(
                 Clipped,
                 at=self._session.place(),

@@ -194,6 +194,13 @@ class Hands:
             mixed_at=at,
         )
 
+    def measured(self, norm: torch.Tensor, owners: dict[int, int], at: Place | None) -> None:
+        """A clipping function gave back the norm it found."""
+        mark = next((self._gradients.carried[i] for i in owners if i in self._gradients.carried), None)
+        if mark is not None and self._session.look.is_open:
+            origin = Origin(mark, at, "clip_grad_norm_", owners=dict(owners))
+            self._powers.put(norm, Carried(1.0, origin, norm=norm.detach(), measured=True))
+
     def taken(self, results: Any, mark: Mark, graph: bool, at: Place | None) -> None:
         """`autograd.grad` of a scaled output gave these."""
         if self._session.look.is_open:

@@ -123,6 +123,8 @@ class Optimizers:
         fields["at"] = self._session.place()
         if closure is not None:
             self._running.append((fields, None))  # its contributions come while it runs: it is told after them
+            self._gradients.closures += 1
+            self._gradients.busy -= 1
             return
         if number <= _DENSE or number % _DENSE == 0:
             fields.update(_norms(optimizer))
@@ -131,8 +133,11 @@ class Optimizers:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._session.patches.live or not self._running:
             return
-        self._gradients.busy = max(0, self._gradients.busy - 1)
         fields, draft = self._running.pop()
+        if draft is None:
+            self._gradients.closures -= 1
+        else:
+            self._gradients.busy = max(0, self._gradients.busy - 1)
         try:
             with self._session.look.silent():
                 self._gradients.settle()

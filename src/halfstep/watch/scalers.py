@@ -27,7 +27,7 @@ _MARK = "halfstep.scale"
 _REACH = 24  # graph nodes looked through for the mark below a backward's root
 _LINEAR = ("Add", "Sub", "Mul", "Div", "Neg", "Sum", "Mean", "View", "Select", "Clone", "ToCopy", "Stack", "Squeeze")
 _READS = 64  # reads of the scale told for each line
-_COMPARES = re.compile(r"[<>]|[=!]=")
+_COMPARES = re.compile(r"[<>]|[=!]=|\b\w*(before|previous|prev|old|last)\w*\s*=", re.IGNORECASE)
 _COMPUTES = re.compile(r"(\*|/)\s*[\w.\[\]'\"]*get_scale\(\)|get_scale\(\)\s*(\*|/)")
 
 
@@ -177,6 +177,7 @@ class Scalers:
                     optimizer=None if call.optimizer is None else self._session.ledger.ident(call.optimizer),
                     type=type(error).__name__,
                     message=str(error)[:500],
+                    closure=self._gradients.closures > 0,
                 )
 
         return failed

@@ -30,7 +30,8 @@ class States:
 
     def _after_read(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for kind in sorted(found(result)):
-            self._session.stream.emit(StateLoaded, at=self._session.place(), kind=f"file with {kind}")
+            at = self._session.place()
+            self._session.stream.emit(StateLoaded, at=at, kind=f"file with {kind}", numbers=numbers(result))
 
     def _after_load(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ident = self._session.ident("module", args[0])
@@ -46,7 +47,7 @@ def found(thing: Any, depth: int = 0) -> set[str]:
     keys = {k for k in thing if isinstance(k, str)}
     if {"param_groups", "state"} <= keys:
         return {"optimizer"}
-    if {"scale", "growth_tracker"} <= keys:
+    if {"scale", "_growth_tracker"} <= keys:
         return {"scaler"}
     if "last_epoch" in keys:
         return {"scheduler"}
@@ -57,3 +58,10 @@ def found(thing: Any, depth: int = 0) -> set[str]:
         for value in thing.values():
             out |= found(value, depth + 1)
     return out
+
+
+def numbers(thing: Any) -> tuple[float, ...]:
+    """The plain floats among the entries of a saved object, at most 32."""
+    if not isinstance(thing, Mapping):
+        return ()
+    return tuple(float(v) for v in thing.values() if isinstance(v, float))[:32]
