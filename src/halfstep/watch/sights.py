@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.autocasts import Autocasts
+    from halfstep.watch.averages import Averages
     from halfstep.watch.backwards import Backwards
     from halfstep.watch.gradients import Gradients
     from halfstep.watch.halves import Halves
@@ -19,6 +20,8 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.losses import Losses
     from halfstep.watch.modules import Modules
     from halfstep.watch.optimizers import Optimizers
+    from halfstep.watch.parameters import Parameters
+    from halfstep.watch.rounding import Rounding
     from halfstep.watch.scalers import Scalers
     from halfstep.watch.schedulers import Schedulers
     from halfstep.watch.states import States
@@ -27,6 +30,7 @@ def sights(session: Session) -> Sequence[Sight]:
     halves = Halves(session)
     scalers = Scalers(session, gradients, halves)
     autocasts = Autocasts(session)
+    parameters = Parameters(session)
     losses = Losses(session)
     return (
         Optimizers(session, gradients, scalers, halves),
@@ -38,6 +42,9 @@ def sights(session: Session) -> Sequence[Sight]:
         Backwards(session, gradients, scalers, autocasts, losses, halves),
         Schedulers(session),
         Loaders(session),
+        parameters,
+        Averages(session, parameters, halves),
+        Rounding(session, parameters, halves),
         autocasts,
         Modules(session, autocasts),
         States(session),
