@@ -14,6 +14,7 @@ from halfstep.watch.stream import Late
 
 if TYPE_CHECKING:
     from halfstep.watch.hands import Hands
+    from halfstep.watch.parameters import Parameters
     from halfstep.watch.session import Session
 
 _PROBED = 16  # gradients looked at to tell zeroing from other edits by hand
@@ -45,6 +46,7 @@ class Gradients:
         self.moved = 0  # rises whenever gradients may have been made, replaced or removed
         self.carried: dict[int, Mark] = {}
         self.hands: Hands | None = None
+        self.parameters: Parameters | None = None  # has seen, while a look is open, which parameters were written
         self._shared: dict[int, tuple[tuple[int, int], dict[int, int]]] = {}
 
     def install(self, patches: Patches) -> None:
@@ -64,6 +66,7 @@ class Gradients:
     def reconcile(self) -> None:
         """Emit what the ledger shows to have happened since the last known call: edits and clearing by hand."""
         told = self.hands.flush() if self.hands is not None else set()
+        written = self.parameters.flush() if self.parameters is not None else set()
         self.moved += 1
         changes = self._session.ledger.compare()
         for ident, change in changes.items():
@@ -73,7 +76,7 @@ class Gradients:
                 )
             if change.received and ident not in told:
                 self._edited(ident, change)
-            if change.parameters:
+            if change.parameters and ident not in written:
                 self._session.stream.emit(ParametersChanged, optimizers={ident: change.parameters})
 
     def settle(self) -> dict[int, Change]:

@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from halfstep.events import ParametersChanged, Place
+from halfstep.watch.gradients import Gradients
 from halfstep.watch.look import Operation
 from halfstep.watch.patches import Patches
 from halfstep.watch.stream import Draft
@@ -35,8 +36,9 @@ class Witness(Protocol):
 class Parameters:
     """Knows the optimizers' parameters by storage; calls its witnesses around every attempt."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, gradients: Gradients) -> None:
         self._session = session
+        gradients.parameters = self
         self.witnesses: list[Witness] = []
         self._running: list[tuple[weakref.ref[torch.optim.Optimizer], int, int]] = []
         self._attempts: dict[int, int] = {}

@@ -30,7 +30,7 @@ def sights(session: Session) -> Sequence[Sight]:
     halves = Halves(session)
     scalers = Scalers(session, gradients, halves)
     autocasts = Autocasts(session)
-    parameters = Parameters(session)
+    parameters = Parameters(session, gradients)
     losses = Losses(session)
     return (
         Optimizers(session, gradients, scalers, halves),
