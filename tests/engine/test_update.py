@@ -59,7 +59,7 @@ LAW_7 = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 5e-3}
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("how", ["ahead", "along", "read"])
-def test_ragged_group_gives_the_big_batch_gradient(precision: str, fused: bool, how: str) -> None:
+def test_ragged_group_gives_the_big_batch_gradient(precision: str, fused: bool, how: str, late: bool) -> None:
     model, batches = make_model(), make_batches([3, 7, 1, 5])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
     manager = MixedPrecisionManager(precision=precision, max_norm=None)
@@ -129,7 +129,7 @@ def test_never_a_mean_of_means() -> None:
         assert update.weight == 2048
 
 
-def test_one_denominator_for_each_term() -> None:
+def test_one_denominator_for_each_term(late: bool) -> None:
     """Two terms with other counts: each is divided by its own W, ahead and along alike."""
     torch.manual_seed(0)
     tokens = [torch.randn(n, 6) for n in (3, 8, 2)]
@@ -166,7 +166,7 @@ def test_one_denominator_for_each_term() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_clips_the_real_norm_once(fused: bool, precision: str) -> None:
+def test_clips_the_real_norm_once(fused: bool, precision: str, late: bool) -> None:
     model, batches = make_model(), make_batches([4, 4])
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
     manager = MixedPrecisionManager(precision=precision, max_norm=0.05)
@@ -200,7 +200,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_every_optimizer_gets_the_real_clipped_gradient(kind: str) -> None:
+def test_every_optimizer_gets_the_real_clipped_gradient(kind: str, late: bool) -> None:
     """Six updates under a loss scale, against the same optimizer unfused, fed FP64-made gradients by hand."""
     model = make_model()
     twin = copy.deepcopy(model)
@@ -223,7 +223,7 @@ def test_every_optimizer_gets_the_real_clipped_gradient(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
-def test_a_skip_changes_nothing_the_first_update_included(kind: str, precision: str) -> None:
+def test_a_skip_changes_nothing_the_first_update_included(kind: str, precision: str, late: bool) -> None:
     model = make_model()
     optimizer = OPTIMIZERS[kind](model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -270,7 +270,7 @@ def test_a_skip_changes_nothing_the_first_update_included(kind: str, precision: 
     assert all(torch.equal(a, b) for a, b in zip(before, values_of(model, optimizer), strict=True))
 
 
-def test_raise_names_the_parameter_and_changes_nothing() -> None:
+def test_raise_names_the_parameter_and_changes_nothing(late: bool) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     manager = MixedPrecisionManager(precision="fp32", on_nonfinite="raise")
@@ -288,7 +288,7 @@ def test_raise_names_the_parameter_and_changes_nothing() -> None:
     assert manager.step(model, optimizer).applied
 
 
-def test_ignore_applies_a_nonfinite_gradient() -> None:
+def test_ignore_applies_a_nonfinite_gradient(late: bool) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager = MixedPrecisionManager(precision="fp32", on_nonfinite="ignore")
@@ -310,7 +310,7 @@ class Embedder(nn.Module):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_sparse_gradients_as_dense_ones(precision: str) -> None:
+def test_sparse_gradients_as_dense_ones(precision: str, late: bool) -> None:
     sparse, dense = Embedder(True), Embedder(False)
     tokens, targets = torch.tensor([[1, 1, 2], [2, 5, 1]]), torch.tensor([0, 2])
     norms = []
@@ -364,7 +364,7 @@ def test_frozen_unused_tied_and_grouped_parameters() -> None:
     assert "frozen.weight" in manager.step(model, optimizer).layer_norms
 
 
-def test_alternating_experts_under_fused_momentum() -> None:
+def test_alternating_experts_under_fused_momentum(late: bool) -> None:
     """Parameters that get their first gradient later, the number of gradients staying the same."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
@@ -500,7 +500,7 @@ def test_update_reads_as_one_line_and_flat_values() -> None:
     assert layers["layer_norms/0.weight"] == update.layer_norms["0.weight"]
 
 
-def test_counters_and_sums_over_updates() -> None:
+def test_counters_and_sums_over_updates(late: bool) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     manager = MixedPrecisionManager(precision="fp32")

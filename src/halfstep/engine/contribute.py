@@ -42,6 +42,8 @@ class Contributor:
         """What the last graph that was looked at reaches, until the update."""
         self.counted_examples: str | None = None
         """Why examples are counted although weights were to be read from the loss; None: they are read."""
+        self.host = True
+        """Whether device values can be read without waiting: the device is a CPU."""
         self._scale = scale
         self._replicas = replicas
         self._activated = activated
@@ -104,7 +106,7 @@ class Contributor:
         if group is None:
             if weight is None:
                 return "plain", "none: as the caller scaled it", (1.0,) * len(losses), None
-            return self._along("counted along", _declared(weight, len(losses)), "mean")
+            return self._along("counted along", self._declared(weight, len(losses)), "mean", None)
         if group.micro_weights is not None:
             if weight is not None:
                 raise MisuseError(
@@ -120,10 +122,24 @@ class Contributor:
                 )
             return "plain", "none: as the caller scaled it", (1.0,) * len(losses), None
         if weight is not None:
-            return self._along("counted along", _declared(weight, len(losses)), group.reduction)
+            return self._along("counted along", self._declared(weight, len(losses)), group.reduction, len(group))
         weights = self._read(losses, group)
         source = "read from the loss" if self.counted_examples is None else "examples, unverified"
-        return self._along(source, weights, group.reduction)
+        return self._along(source, weights, group.reduction, len(group))
+
+    def _declared(self, weight: Any, terms: int) -> tuple[Weight, ...]:
+        entries = list(weight) if isinstance(weight, (list, tuple)) else [weight]
+        if len(entries) == 1 and terms > 1:
+            entries = entries * terms
+        if len(entries) != terms:
+            raise WeightError(
+                f"backward was given {terms} losses and {len(entries)} weights", "one weight for each loss"
+            )
+        return tuple(entry.detach() if self._stays(entry) else host_weight(entry) for entry in entries)
+
+    def _stays(self, weight: Any) -> bool:
+        """Whether a weight is a number on an accelerator: reading it would wait."""
+        return isinstance(weight, Tensor) and not self.host and weight.numel() == 1
 
     def _ahead(self, losses: tuple[Tensor, ...], group: Group[Any]) -> Normalised:
         assert group.micro_weights is not None
@@ -144,8 +160,8 @@ class Contributor:
             factors = tuple(0.0 if w == 0.0 else w / total for w, total in zip(own, totals, strict=True))
         return "ahead", "counted ahead", factors, own
 
-    def _along(self, source: str, weights: tuple[Weight, ...], reduction: str) -> Normalised:
-        reference = self.ledger.anchor(weights)
+    def _along(self, source: str, weights: tuple[Weight, ...], reduction: str, size: int | None) -> Normalised:
+        reference = self.ledger.anchor(weights, size)
         if reduction == "sum":
             factors = tuple(0.0 if isinstance(w, float) and w == 0.0 else 1.0 / reference for w in weights)
             return "along", source, factors, weights
@@ -154,7 +170,7 @@ class Contributor:
     def _read(self, losses: tuple[Tensor, ...], group: Group[Any]) -> tuple[Weight, ...]:
         """Weights from the graphs of the losses; the examples of the micro-batch where they cannot be read."""
         if self.counted_examples is None:
-            readings = [read_weight(loss, group.reduction) for loss in losses]
+            readings = [read_weight(loss, group.reduction, host=self.host) for loss in losses]
             weights = [reading.weight for reading in readings]
             if all(weight is not None for weight in weights):
                 return tuple(weight for weight in weights if weight is not None)
@@ -187,11 +203,10 @@ class Contributor:
     ) -> Contribution:
         """Add one contribution to the gradients and to the ledger."""
         live = [i for i, factor in enumerate(factors) if not (isinstance(factor, float) and factor == 0.0)]
-        cpu = losses[0].device.type == "cpu"
         contribution = Contribution(
             mode,
             source,
-            tuple(host(loss) for loss in losses) if cpu else tuple(loss.detach().reshape(()) for loss in losses),
+            tuple(host(loss) for loss in losses) if self.host else tuple(loss.detach().reshape(()) for loss in losses),
             factors,
             weights,
             examples,
@@ -253,7 +268,7 @@ class Contributor:
         scale = self._scale
         if scale.is_enabled():
             tensor = scale.on(loss.device)
-            if loss.device.type == "cpu" and isinstance(factor, float):
+            if self.host and isinstance(factor, float):
                 factor = factor * host(tensor)
             else:
                 return _shaped(tensor if isinstance(factor, float) and factor == 1.0 else tensor * factor, loss)
@@ -285,20 +300,6 @@ def inputs_of(inputs: Any) -> list[Tensor] | None:
     if not tensors:
         raise PolicyError("inputs= holds no tensor", "the parameters this loss may add gradients to")
     return tensors
-
-
-def _declared(weight: Any, terms: int) -> tuple[Weight, ...]:
-    entries = list(weight) if isinstance(weight, (list, tuple)) else [weight]
-    if len(entries) == 1 and terms > 1:
-        entries = entries * terms
-    if len(entries) != terms:
-        raise WeightError(f"backward was given {terms} losses and {len(entries)} weights", "one weight for each loss")
-    return tuple(
-        entry.detach()
-        if isinstance(entry, Tensor) and entry.device.type != "cpu" and entry.numel() == 1
-        else host_weight(entry)
-        for entry in entries
-    )
 
 
 def _shaped(seed: Tensor, loss: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class Share:
         """Whether nothing at all is supervised, as far as the host knows."""
         return all(c.empty for c in self.contributions)
 
-    def loss(self, reference: float, weights: tuple[Weight, ...] | None) -> float | Tensor:
+    def loss(self, reference: Weight, weights: tuple[Weight, ...] | None) -> float | Tensor:
         """Σ S / W over these contributions; as the caller scaled them where there are no weights.
 
         ``reference`` and ``weights`` (W of each term) divide what was counted along.
@@ -101,9 +101,10 @@ class Ledger:
     """The pending contributions of a manager."""
 
     pending: list[Contribution] = field(default_factory=list)
-    reference: float = 1.0
-    """``ref``: weights that are counted along enter backward as w / ref. A power of two near the group's first
-    weight, so that it costs no rounding and contributions keep the size a mean has."""
+    reference: Weight = 1.0
+    """``ref``: weights that are counted along enter backward as w / ref. Of a group: what W is if all weigh the same,
+    so that w / ref is the plain loop's 1 / A and nothing is left to divide. Of a flat loop, whose length is not known:
+    a power of two near its first weight, which costs no rounding."""
     micro_batches: int = 0
 
     def admit(self, mode: Mode, terms: int) -> None:
@@ -128,12 +129,14 @@ class Ledger:
         """Whether a pending contribution may have added to any of these parameters."""
         return any(not c.empty and c.reaches(parameters) for c in self.pending)
 
-    def anchor(self, weights: Sequence[Weight]) -> float:
-        """``ref`` of the group these weights belong to."""
+    def anchor(self, weights: Sequence[Weight], micro_batches: int | None) -> Weight:
+        """``ref`` of the group these weights belong to; ``micro_batches``: how many it has, where that is known."""
         if not any(c.mode == "along" and not c.empty for c in self.pending):
-            first = next((w for w in weights if isinstance(w, float) and w > 0.0), None)
-            if first is not None:
-                self.reference = 2.0 ** round(math.log2(first))
+            first = next((w for w in weights if isinstance(w, Tensor) or w > 0.0), None)
+            if isinstance(first, Tensor):
+                self.reference = (first * (micro_batches or 1)).clamp(min=1.0)
+            elif first is not None:
+                self.reference = 2.0 ** round(math.log2(first)) if micro_batches is None else first * micro_batches
         return self.reference
 
     def share(self, parameters: frozenset[int], totals: tuple[float, ...] | None) -> Share:

@@ -125,7 +125,7 @@ class MixedPrecisionManager:
             on_nonfinite=on_nonfinite,
             monitor=self.monitor,
         )
-        self._updater.host = self.precision.device_type == "cpu"
+        self._updater.host = self._contributor.host = self.precision.device_type == "cpu"
         self._group: Group[Any] | None = None
         self._islands: list[Islands] = []
         self._islands_run = True
@@ -430,7 +430,7 @@ class MixedPrecisionManager:
         """The first loss tells the device; precision and scale follow."""
         self.precision.settle(device)
         self.scaler.refresh(self.precision.device_type, self.precision.scaled)
-        self._updater.host = device.type == "cpu"
+        self._updater.host = self._contributor.host = device.type == "cpu"
 
     def _noticed(self, optimizer: str) -> None:
         """An optimizer this manager steps was stepped by somebody else."""

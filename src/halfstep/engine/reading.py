@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from halfstep.engine.late import host
+from halfstep.engine.late import host as number
 from halfstep.weigh import weigh
 from halfstep.weigh.walk import Walk
 
@@ -26,10 +26,10 @@ class Reading:
     why_not: str = ""
 
 
-def read_weight(loss: Tensor, reduction: str) -> Reading:
+def read_weight(loss: Tensor, reduction: str, *, host: bool) -> Reading:
     """The weight of a micro-batch, from its loss. Runs backward through the head of the loss at most, never a model.
 
-    A mean loss of torch's own over an accelerator keeps its count there: the weight is then that tensor, and nothing
+    A cross-entropy on an accelerator keeps its count there: with ``host`` False the weight is that tensor, and nothing
     is waited for.
     """
     if loss.grad_fn is None:
@@ -40,13 +40,13 @@ def read_weight(loss: Tensor, reduction: str) -> Reading:
     places = [place for place in walk.places if place.name != "penalty"]
     if not places:
         return Reading(None, "no loss that holds targets was found in it")
-    count = _count_of(places[0]) if len(places) == 1 and reduction == "mean" else None
+    count = _count_of(places[0], host) if len(places) == 1 and reduction == "mean" else None
     if count is not None:
         return Reading(count)
     return _probe(loss, places)
 
 
-def _count_of(place: Any) -> Tensor | float | None:
+def _count_of(place: Any, host: bool) -> Tensor | float | None:
     """The denominator a mean node holds itself: the count of a cross-entropy, the elements of a squared error."""
     if place.kind != "loss" or getattr(place.node, "_saved_reduction", 0) != 1:
         return None
@@ -58,7 +58,7 @@ def _count_of(place: Any) -> Tensor | float | None:
     total: Tensor = raw.data.detach()
     if total.dtype not in (torch.float32, torch.float64) or math.prod(place.shape) > 1 << 24:
         return None  # a count rounded to half precision
-    return host(total) if total.device.type == "cpu" else total
+    return number(total) if host else total
 
 
 def _probe(loss: Tensor, places: list[Any]) -> Reading:

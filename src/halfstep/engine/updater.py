@@ -75,7 +75,7 @@ class Updater:
         self,
         binding: Binding,
         share: Share,
-        reference: float,
+        reference: Weight,
         buffers: TermBuffers,
         schedulers: tuple[Any, ...],
         *,
@@ -133,7 +133,7 @@ class Updater:
         return Attempt(None, 1.0, 0.0, 1.0, 0.0, stepped=False), values
 
     def _attempt(
-        self, binding: Binding, share: Share, reference: float, buffers: TermBuffers
+        self, binding: Binding, share: Share, reference: Weight, buffers: TermBuffers
     ) -> tuple[Attempt, dict[str, Number]]:
         values: dict[str, Number] = {}
         scale: Number = self._scale.value if self.host else self._scale_now(binding.device)
@@ -257,6 +257,7 @@ class Updater:
         overflow = values["found_inf"] != 0.0
         if values["empty"] != 0.0:
             outcome = "empty"
+            values = values | {"loss": 0.0, "grad_norm": 0.0, "coefficient": 1.0, "divisor": 1.0}
             account.empty += 1
         elif overflow and self._on_nonfinite != "ignore":
             outcome = "skipped"
@@ -323,7 +324,7 @@ def nonfinite_names(names: list[str], norms: Tensor | None) -> str:
     return f"{shown} ({len(bad)} of {len(names)} parameters)"
 
 
-def _over(reference: float, weight: Weight) -> Weight:
+def _over(reference: Weight, weight: Weight) -> Weight:
     if isinstance(weight, Tensor):
         return torch.where(weight == 0.0, torch.zeros_like(weight), reference / weight)
     return 0.0 if weight == 0.0 else reference / weight
