@@ -8,8 +8,63 @@ from __future__ import annotations
 
 from halfstep.events import Finding
 
+# What non-finite values come from, and what they lead to.
+_NONFINITE = (
+    "forward-overflow",
+    "nonfinite-inputs",
+    "half-constant-overflow",
+    "fully-masked-softmax",
+    "saturated-half-probabilities",
+    "epsilon-underflow",
+    "half-reduction-overflow",
+    "no-supervised-elements",
+    "backward-nonfinite",
+    "clip-spreads-nonfinite",
+)
+_SPREADS = frozenset({"nonfinite-update-applied", "loss-scale-collapse"})
+_BY_CLOSURE = frozenset(
+    {
+        "optimizer-step-bypasses-scaler",
+        "clip-scaled-gradients",
+        "scaled-gradients-read",
+        "scaler-update-without-step",
+        "scaler-update-missing",
+        "unscale-mid-group",
+        "nonfinite-update-applied",
+    }
+)
+_WAITING = frozenset({"scaler-update-mid-group", "scaler-update-between-optimizers", "unscale-mid-group"})
+
 CONSEQUENCES: dict[str, frozenset[str]] = {
-    "unscale-mid-group": frozenset({"scaler-update-mid-group"}),
+    "unscale-mid-group": frozenset(
+        {"scaler-update-mid-group", "clip-mid-group", "scaler-update-missing", "scaled-gradients-read"}
+    ),
+    "clip-scaled-gradients": frozenset({"clip-mid-group", "scaled-gradients-read"}),
+    "closure-optimizer-with-scaler": _BY_CLOSURE,
+    "two-step-optimizer-with-scaler": _BY_CLOSURE | {"parameters-change-mid-group"},
+    "optimizer-step-bypasses-scaler": frozenset(
+        {"scaler-update-without-step", "clip-scaled-gradients", "scaled-gradients-read", *_SPREADS, *_NONFINITE}
+    ),
+    "scaler-sees-no-gradients": frozenset({"scaler-update-without-step"}),
+    "scaler-update-between-optimizers": frozenset({"scaler-update-mid-group"}),
+    "scaler-update-missing": frozenset({"scaled-gradients-read"}),
+    "half-parameters-with-scaler": frozenset(
+        {
+            "scaler-without-fp16",
+            "no-master-weights",
+            "half-gradient-accumulation",
+            "optimizer-state-in-half",
+            "updates-rounded-away",
+        }
+    ),
+    "fp16-without-scaler": frozenset({"gradient-underflow"}),
+    "fused-momentum-after-skip": frozenset({*_SPREADS, *_NONFINITE}),
+    "loss-scale-collapse": frozenset({"backward-nonfinite", "gradient-underflow", "nonfinite-update-applied"}),
+    "zero-grad-mid-group": frozenset({"scaler-update-missing"}),
+    "foreign-gradients": _WAITING,
+    "leftover-micro-batches": _WAITING,
+    "gradients-never-cleared": _WAITING,
+    **dict.fromkeys(_NONFINITE, _SPREADS),
     "partial-group-underweighted": frozenset({"mean-of-means"}),
 }
 
@@ -17,5 +72,10 @@ CONSEQUENCES: dict[str, frozenset[str]] = {
 def fold(findings: list[Finding]) -> list[Finding]:
     """The findings without those that another of them explains."""
     present = {f.rule for f in findings}
+    if any(f.rule == "loss-scale-collapse" and f.evidence.get("grew") for f in findings):
+        present -= {"forward-overflow", "backward-nonfinite"}  # what overflows when values grow is a consequence
+        findings = [f for f in findings if f.rule not in ("forward-overflow", "backward-nonfinite")]
+    elif "loss-scale-collapse" in present:
+        present.discard("backward-nonfinite")
     explained = {rule for cause in present for rule in CONSEQUENCES.get(cause, frozenset()) if rule != cause}
     return [f for f in findings if f.rule not in explained]

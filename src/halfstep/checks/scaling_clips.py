@@ -127,9 +127,8 @@ class ClipMidGroup(BaseCheck):
             return
         clips: dict[Place | None, list[Clipped]] = {}
         for event in update.between:
-            if isinstance(event, Clipped) and event.kind == "norm" and math.isfinite(event.limit):
-                if _between(live, event, update.optimizer):
-                    clips.setdefault(event.at, []).append(event)
+            if isinstance(event, Clipped) and event.kind == "norm" and _between(live, event, update.optimizer):
+                clips.setdefault(event.at, []).append(event)
         for at, events in clips.items():
             active = [e for e in events if e.norm is None or e.norm > e.limit]
             yield Finding(
@@ -138,8 +137,9 @@ class ClipMidGroup(BaseCheck):
                 at=at,
                 update=update.number,
                 message=(
-                    f"gradients were clipped {len(events)} times between the {len(live)} contributions of one group"
-                    f" ({len(active)} times the norm was above {events[0].limit:g}): the sum was cut before it was whole"
+                    f"clipped {len(events)} times between the {len(live)} contributions of one group"
+                    f" ({len(active)} times the norm was above {events[0].limit:g}): the sum was cut before it was"
+                    " whole"
                 ),
                 evidence={"contributions": len(live), "limit": events[0].limit, "norms": [e.norm for e in events][:8]},
                 fix="clip once, after the last contribution of the group: inside the `if` that also calls step()",
@@ -147,6 +147,8 @@ class ClipMidGroup(BaseCheck):
 
 
 def _between(live: tuple[Contribution, ...], event: Clipped, ident: int) -> bool:
+    if not math.isfinite(event.limit):
+        return False  # it only measures
     before = [c for c in live if c.seq < event.seq]
     after = [c for c in live if c.seq > event.seq]
     reached = {c.reached.get(ident) for c in before}

@@ -211,15 +211,13 @@ class OverflowsUnheard(BaseCheck):
                 pass
 
     def _discarded(self, event: GradientsCleared, story: Story) -> Iterable[Finding]:
-        scalers = {
-            c.scaler for ident in event.optimizers for c in story.optimizer(ident).live if c.scaler is not None
-        }
+        scalers = {c.scaler for ident in event.optimizers for c in story.optimizer(ident).live if c.scaler is not None}
         for scaler in scalers:
             missed = self._missed.setdefault(scaler, [])
             missed.append(event)
             if len(missed) < _STUCK:
                 continue
-            del missed[: -_STUCK]
+            del missed[:-_STUCK]
             yield Finding(
                 rule="scaler-update-missing",
                 severity="error",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,16 @@ _WORK = 1 << 25  # multiplications that computing an operator again may take
 _FEW = 16  # elements below which a share says nothing
 
 
+_PRODUCTS = frozenset(("mm", "bmm"))
+_ELEMENTWISE = frozenset(
+    ("mul", "div", "tanh_backward", "sigmoid_backward", "gelu_backward", "silu_backward", "elu_backward")
+)
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype is torch.float16 else value
+
+
 class Underflow:
     """What share of the elements that FP32 keeps did FP16 lose? The worst operator of each backward."""
 
@@ -25,7 +34,6 @@ class Underflow:
         self._session = session
         self._shares: list[torch.Tensor] = []
         self._names: list[str] = []
-        self._exact: dict[str, Callable[..., torch.Tensor]] = {"mm": torch.mm, "bmm": torch.bmm}
 
     def install(self, patches: Patches) -> None:
         self._session.look.lenses.append(self)
@@ -40,8 +48,8 @@ class Underflow:
         name, args = operation.name, operation.args
         if name == "_to_copy" and args[0].dtype is torch.float32:
             exact = args[0]
-        elif name in self._exact and args[0].numel() * args[1].shape[-1] <= _WORK:
-            exact = self._exact[name](*(a.float() for a in args))
+        elif name in _ELEMENTWISE or (name in _PRODUCTS and args[0].numel() * args[1].shape[-1] <= _WORK):
+            exact = operation.func(*map(_wide, args))
         else:
             return
         if exact.numel() < _FEW:
