@@ -1,0 +1,32 @@
+"""The same with the group's own denominator: its tokens are counted before the first backward."""
+
+import torch
+from accelerate import Accelerator
+from sentences import GROUP, VOCAB, Reader, micro_batches
+from torch.nn import functional as F
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=GROUP)
+    model = Reader()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = torch.utils.data.DataLoader(micro_batches(), batch_size=None)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    batches = iter(loader)
+    while group := [batch for _, batch in zip(range(GROUP), batches, strict=False)]:
+        tokens = sum((batch["labels"][:, 1:] != -100).sum() for batch in group)
+        for batch in group:
+            with accelerator.accumulate(model):
+                logits = model(batch["input_ids"])
+                total = F.cross_entropy(
+                    logits[:, :-1].reshape(-1, VOCAB), batch["labels"][:, 1:].reshape(-1), reduction="sum"
+                )
+                accelerator.backward(total * GROUP / tokens)  # backward divides by GROUP
+                optimizer.step()
+                optimizer.zero_grad()
+    print("trained")
+
+
+if __name__ == "__main__":
+    main()
