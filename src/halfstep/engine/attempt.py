@@ -106,7 +106,7 @@ class Attempts:
             factor = _as_factor(divisor, device)
             if self.max_norm is not None:
                 inverse = torch.clamp((grad_norm + EPSILON) / self.max_norm, min=1.0)
-                factor = inverse * divisor
+                factor = _as_factor(inverse * divisor, device)
                 coefficient = inverse.reciprocal()
         stop = found if self.heed else torch.zeros_like(found)
         if empty is not None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halfstep.engine import graph
 from halfstep.engine.group import Group
 from halfstep.engine.late import host
-from halfstep.engine.ledger import Contribution, Ledger, Mode, Weight, host_weight
+from halfstep.engine.ledger import Contribution, Ledger, Mode, Weight, host_weights
 from halfstep.engine.reading import read_weight
 from halfstep.engine.replicas import Replicas
 from halfstep.engine.scale import LossScale
@@ -127,7 +127,8 @@ class Contributor:
         source = "read from the loss" if self.counted_examples is None else "examples, unverified"
         return self._along(source, weights, group.reduction, len(group))
 
-    def _declared(self, weight: Any, terms: int) -> tuple[Weight, ...]:
+    @staticmethod
+    def _declared(weight: Any, terms: int) -> tuple[Weight, ...]:
         entries = list(weight) if isinstance(weight, (list, tuple)) else [weight]
         if len(entries) == 1 and terms > 1:
             entries = entries * terms
@@ -135,11 +136,8 @@ class Contributor:
             raise WeightError(
                 f"backward was given {terms} losses and {len(entries)} weights", "one weight for each loss"
             )
-        return tuple(entry.detach() if self._stays(entry) else host_weight(entry) for entry in entries)
-
-    def _stays(self, weight: Any) -> bool:
-        """Whether a weight is a number on an accelerator: reading it would wait."""
-        return isinstance(weight, Tensor) and not self.host and weight.numel() == 1
+        # Read even where that waits for a device: a backward that weighs 0 must not run, its gradient may be NaN.
+        return host_weights([entries])[0]
 
     def _ahead(self, losses: tuple[Tensor, ...], group: Group[Any]) -> Normalised:
         assert group.micro_weights is not None

@@ -135,8 +135,8 @@ class Group(Generic[Batch]):
 
     def __next__(self) -> Batch:
         manager = self._manager
-        if self.closed:
-            raise GroupError(f"group {self.index + 1} is closed", "take the next group from manager.groups")
+        if self.closed and not self.whole:
+            raise GroupError(f"group {self.index + 1} was dropped", "take the next group from manager.groups")
         if not self.contributed:
             raise GroupError(
                 f"micro-batch {self.position + 1} of {self._length} went by without manager.backward: the group's "
@@ -167,7 +167,7 @@ class Group(Generic[Batch]):
     def leave(self) -> None:
         """Put back what the group changed, however it is left."""
         self.closed = True
-        self._batches.clear()
+        self._batches = [None] * self._length
         self._manager.replicas.free(self._model)
 
     def __repr__(self) -> str:

@@ -92,6 +92,8 @@ class Share:
                 if isinstance(factor, float) and factor == 0.0:
                     continue
                 share = loss * factor
+                if isinstance(factor, Tensor):  # a weight of 0 whose loss is NaN
+                    share = torch.where(factor == 0.0, torch.zeros_like(factor), share)
                 total = total + (share * (reference / weights[term]) if along and weights is not None else share)
         return total
 

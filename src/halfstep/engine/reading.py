@@ -15,6 +15,7 @@ from halfstep.weigh import weigh
 from halfstep.weigh.walk import Walk
 
 _BUDGET = 64
+_ROUNDING = 1e-5
 _SAME = 1e-3  # two denominators that agree to this are one
 
 
@@ -82,7 +83,8 @@ def _probe(loss: Tensor, places: list[Any]) -> Reading:
         weight = (term.weight_sum or term.supervised) if term.reduction == "sum" else term.divisor
         if weight is None or not math.isfinite(weight):
             return Reading(None, f"the number of elements of its {term.loss} is not known")
-        weights.append(float(weight))
+        whole = round(weight)  # one over a coefficient is a count but for rounding
+        weights.append(float(whole if abs(weight - whole) <= _ROUNDING * whole else weight))
     if not weights:
         return Reading(None, "no gradient reached its element losses")
     if max(weights) - min(weights) > _SAME * max(weights):

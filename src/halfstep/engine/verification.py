@@ -73,12 +73,13 @@ class Verification:
         divided = self._divided(columns, size) if reduction != "none" else None
         if divided is not None:
             return divided
-        for index, column in enumerate(columns):
-            judge = {"mean": self._mean, "sum": self._sum, "none": self._none}[reduction]
-            fault = judge(index, [entry for entry in column if entry[0].supervised != 0 and entry[2] > 0.0])
-            if fault is not None:
-                return fault
-        return None
+        judge = {"mean": self._mean, "sum": self._sum, "none": self._none}[reduction]
+        faults = [judge(i, [e for e in c if e[0].supervised != 0 and e[2] > 0.0]) for i, c in enumerate(columns)]
+        found = [fault for fault in faults if fault is not None]
+        if 0 < len(found) < len(faults):  # one scalar, several denominators, of which one was declared
+            self._journal.note("a term has another denominator", f"{found[0][0]}; give terms as a list, each its weight")
+            return None
+        return found[0] if found else None
 
     def _divided(self, columns: list[tuple[Any, ...]], size: int) -> tuple[str, str] | None:
         """Every loss carries exactly 1/A: somebody divided already."""
