@@ -3,11 +3,12 @@
 Calls tell what a script asked of torch; a look tells what it did by hand (weights decayed, averages kept, gradients
 scaled or measured) and with which numbers (which operator overflowed). It costs some ten microseconds an operator, so
 looks are rationed by a count of operators: the first updates of a run, then updates 2^k, and whenever something went
-wrong. Nothing is compiled while a look is open, so a script that compiles is not looked at.
+wrong. What is compiled does not show its operators, so a script that compiles is not looked at.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -78,13 +79,14 @@ class Lens(Protocol):
 class Look:
     """Opens and closes looks; holds the lenses.
 
-    `open` and `close` are called between updates, from the thread that trains. While halfstep computes for itself,
-    `silent` keeps its own operators out of sight.
+    `open` and `close` are called between updates, from the thread that trains: only the thread that opened a look is
+    seen by it. While halfstep computes for itself, `silent` keeps its own operators out of sight.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self.lenses: list[Lens] = []
+        self.watchers: list[Callable[[bool], None]] = []  # told when a look opens and when it closes
         self.spent = 0
         self.forbidden: str | None = None  # why no look is taken
         self.backward = False
@@ -94,22 +96,43 @@ class Look:
 
     @property
     def is_open(self) -> bool:
-        return self._mode is not None
+        """Whether the operators of this thread are seen now."""
+        mode = self._mode
+        return mode is not None and not mode.blind and mode.thread == threading.get_ident()
+
+    @property
+    def updates(self) -> int:
+        """Updates attempted so far."""
+        return self._updates
+
+    @property
+    def wanted(self) -> bool:
+        """Whether something went wrong lately."""
+        return self._wanted > 0
 
     def open(self) -> None:
-        if self._mode is None and self.forbidden is None and self.lenses:
+        if self._mode is not None:
+            self.close()  # a blind one: perhaps it can be taken off by now
+        if self._mode is None and self.forbidden is None and self.lenses and _get_current_dispatch_mode() is None:
+            # Never on top of somebody else's mode: that one, on leaving, takes off whatever lies on top.
             self._mode = _Mode(self)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
+            for watcher in self.watchers:
+                watcher(True)
 
     def close(self) -> None:
         mode = self._mode
         if mode is None:
             return
-        if _get_current_dispatch_mode() is not mode:
-            mode.live = False  # somebody else's mode lies on top: ours stays, blind, until it is uncovered
+        if mode.thread == threading.get_ident() and _get_current_dispatch_mode() is mode:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._mode = None
+        elif mode.blind:
             return
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._mode = None
+        else:  # another thread's, or under somebody else's mode: it stays, blind, until it can be taken off
+            mode.blind = True
+        for watcher in self.watchers:
+            watcher(False)
 
     def want(self, updates: int = 3) -> None:
         """Something went wrong: look at the next few updates."""
@@ -125,13 +148,16 @@ class Look:
         number = self._updates + 1
         due = self.spent < BUDGET or number & (number - 1) == 0 or self._wanted > 0
         self._wanted = max(0, self._wanted - 1)
+        if due and self.is_open:
+            return
         if due and self.forbidden is None:
             self.open()
         else:
             self.close()
 
     def silent(self) -> _Silence:
-        return _Silence(self._mode)
+        mode = self._mode
+        return _Silence(mode if mode is not None and mode.thread == threading.get_ident() else None)
 
 
 class _Silence(AbstractContextManager[None]):
@@ -169,10 +195,16 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._look = look
         self.live = True
+        self.blind = False  # for good: it lies where it cannot be taken off
+        self.thread = threading.get_ident()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # what was compiled before anybody could know runs as ever, and its operators are not seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.live or any(t not in (torch.Tensor, torch.nn.Parameter) for t in types):
+        if not self.live or self.blind or any(t not in (torch.Tensor, torch.nn.Parameter) for t in types):
             if func is _ITEM and not isinstance(args[0], torch.Tensor):
                 return args[0]  # a number that torch wrapped in a tensor (`loss / 4`) arrives here bare
             return func(*args, **kwargs)

@@ -13,6 +13,7 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.autocasts import Autocasts
     from halfstep.watch.averages import Averages
     from halfstep.watch.backwards import Backwards
+    from halfstep.watch.compiled import Compiled
     from halfstep.watch.gradients import Gradients
     from halfstep.watch.halves import Halves
     from halfstep.watch.hands import Hands
@@ -33,6 +34,7 @@ def sights(session: Session) -> Sequence[Sight]:
     parameters = Parameters(session, gradients)
     losses = Losses(session)
     return (
+        Compiled(session),
         Optimizers(session, gradients, scalers, halves),
         scalers,
         gradients,
