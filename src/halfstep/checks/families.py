@@ -6,7 +6,10 @@ from halfstep.checks.accumulation import Accumulation
 from halfstep.checks.accumulation_denominators import Denominators
 from halfstep.checks.accumulation_supervision import Supervision
 from halfstep.checks.averages import Averages
+from halfstep.checks.evaluation import EvaluationModeKept
+from halfstep.checks.frozen import FrozenParametersMove
 from halfstep.checks.halves import HalfParameters
+from halfstep.checks.histories import LossHistoryKeepsGraph
 from halfstep.checks.orders import EpochOrderRepeats
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.scaling import SCALING
@@ -21,4 +24,7 @@ CHECKS: tuple[type[BaseCheck], ...] = (
     EpochOrderRepeats,
     Averages,
     HalfParameters,
+    EvaluationModeKept,
+    FrozenParametersMove,
+    LossHistoryKeepsGraph,
 )

@@ -73,6 +73,10 @@ class Ledger:
             self._settle(account)
         return account.ident
 
+    def newest(self) -> int:
+        """The number of the optimizer entered last; 0 before the first."""
+        return max((account.ident for account in self._accounts.values()), default=0)
+
     def knows(self, optimizer: Optimizer) -> bool:
         account = self._accounts.get(id(optimizer))
         return account is not None and account.ref() is optimizer

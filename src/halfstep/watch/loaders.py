@@ -19,6 +19,7 @@ from torch.utils.data import (
 )
 
 from halfstep.events import OrderPassed, Place
+from halfstep.launch import hide
 from halfstep.watch.patches import Patches
 
 if TYPE_CHECKING:
@@ -167,6 +168,7 @@ class Loaders:
                 self._session.fault("randperm", error)
             return result
 
+        hide(randperm)
         patches.replace(torch, "randperm", randperm)
 
     def _permuted(self, order: torch.Tensor) -> None:

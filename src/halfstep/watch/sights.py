@@ -14,9 +14,11 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.averages import Averages
     from halfstep.watch.backwards import Backwards
     from halfstep.watch.compiled import Compiled
+    from halfstep.watch.frozen import Frozen
     from halfstep.watch.gradients import Gradients
     from halfstep.watch.halves import Halves
     from halfstep.watch.hands import Hands
+    from halfstep.watch.histories import Histories
     from halfstep.watch.loaders import Loaders
     from halfstep.watch.losses import Losses
     from halfstep.watch.modules import Modules
@@ -32,6 +34,7 @@ def sights(session: Session) -> Sequence[Sight]:
     scalers = Scalers(session, gradients, halves)
     autocasts = Autocasts(session)
     parameters = Parameters(session, gradients)
+    modules = Modules(session, autocasts)
     losses = Losses(session)
     return (
         Compiled(session),
@@ -47,7 +50,9 @@ def sights(session: Session) -> Sequence[Sight]:
         parameters,
         Averages(session, parameters, halves),
         Rounding(session, parameters, halves),
+        Frozen(session, parameters, gradients, modules),
+        Histories(session, parameters),
         autocasts,
-        Modules(session, autocasts),
+        modules,
         States(session),
     )

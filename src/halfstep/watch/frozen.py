@@ -1,0 +1,317 @@
+"""Parameters meant frozen that move all the same: weight decay and momentum also act on a gradient of zeros.
+
+What is meant frozen shows in three ways: ``requires_grad`` is False, the script sets (part of) the gradient to zero
+before each update, or no contribution has reached the parameter for many updates while its gradient of zeros is kept.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfstep.events import FrozenMoved, Place
+from halfstep.watch.gradients import Gradients
+from halfstep.watch.look import Operation
+from halfstep.watch.modules import Modules
+from halfstep.watch.parameters import Parameters
+from halfstep.watch.patches import Patches
+from halfstep.watch.sources import freezes, only_line
+from halfstep.watch.stream import Late
+
+if TYPE_CHECKING:
+    from halfstep.watch.session import Session
+
+Optimizer = torch.optim.Optimizer
+
+_DENSE = 64  # attempts of which each is looked at, then every _SPARSE-th
+_SPARSE = 16
+_IDLE = 8  # attempts without a contribution after which a parameter counts as meant frozen
+_SURE = 3  # attempts with a gradient zeroed by hand
+_SAMPLE = 1 << 14
+_MOST = 16  # parameters looked at in an attempt
+_ZEROING = {"zero_", "fill_", "mul_", "mul", "masked_fill_", "masked_fill", "index_put_", "index_fill_", "zeros_like"}
+_KEYS = 1 << 20  # elements of a mask that is remembered
+
+
+class _Region:
+    """What part of a gradient an operator zeroes: all of it or a view, or where a mask or an index says."""
+
+    __slots__ = ("keys", "view")
+
+    def __init__(self, view: tuple[Any, ...], keys: list[torch.Tensor]) -> None:
+        self.view = view
+        self.keys = keys
+
+    def differs(self, other: _Region) -> bool | torch.Tensor:
+        """Whether another update's region is another one; may be a value still on its device."""
+        if self.view != other.view or [k.shape for k in self.keys] != [k.shape for k in other.keys]:
+            return True
+        if not self.keys:
+            return False
+        return torch.stack([(a != b).any() for a, b in zip(self.keys, other.keys, strict=True)]).any()
+
+    def kept(self) -> _Region:
+        return _Region(self.view, [k.detach().clone() for k in self.keys])
+
+
+@dataclass(slots=True)
+class _Masked:
+    """A parameter whose gradient the script zeroes, wholly or in part, in every update."""
+
+    parameter: weakref.ref[torch.Tensor]
+    at: Place | None
+    region: _Region
+    micro: int  # contributions begun when it was zeroed last
+    attempts: int = 0
+    changed: bool | torch.Tensor = False
+    start: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+
+
+class Frozen:
+    """A witness of attempts and a lens for gradients zeroed by hand."""
+
+    def __init__(self, session: Session, parameters: Parameters, gradients: Gradients, modules: Modules) -> None:
+        self._session = session
+        self._parameters = parameters
+        self._gradients = gradients
+        self._modules = modules
+        self._cleared: dict[int, int] = {}  # id(parameter) -> version of its gradient after zero_grad
+        self._idle: dict[int, int] = {}  # id(parameter) -> attempts without a contribution
+        self._suspects: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        self._masked: dict[int, _Masked] = {}
+        self._made: OrderedDict[int, tuple[Place | None, _Region, int]] = OrderedDict()  # by address
+        self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Place | None, str]] = {}
+        self._owners: dict[int, torch.Tensor] = {}
+        self._owners_of = -1
+        parameters.witnesses.append(self)
+        self._lens = _Lens(self)
+
+    def install(self, patches: Patches) -> None:
+        for owner in (Optimizer, torch.nn.Module):
+            patches.around(owner, "zero_grad", None, self._after_clear)
+        patches.around(torch.Tensor, "register_hook", None, self._after_hook)
+        if self._lens not in self._session.look.lenses:
+            self._session.look.lenses.append(self._lens)
+
+    def _after_clear(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        owner = args[0]
+        if isinstance(owner, Optimizer):
+            parameters = [p for group in owner.param_groups for p in group["params"]]
+        else:
+            parameters = list(owner.parameters())
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._cleared[id(parameter)] = parameter.grad._version
+            else:
+                self._cleared.pop(id(parameter), None)
+
+    def _after_hook(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor, hook = args[0], kwargs.get("hook", args[1] if len(args) > 1 else None)
+        code = getattr(hook, "__code__", None)
+        if isinstance(tensor, torch.nn.Parameter) and code is not None and len(self._hooks) < _DENSE:
+            self._hooks[id(tensor)] = (weakref.ref(tensor), self._session.place(), code.co_qualname)
+
+    # -- around attempts -----------------------------------------------------------------------------------------
+
+    def before(self, optimizer: Optimizer, ident: int, number: int) -> None:
+        self._suspects = []
+        if number > _DENSE and number % _SPARSE:
+            return
+        micro = self._session.stream.micro
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is None or grad.is_sparse:
+                    continue
+                if not parameter.requires_grad:
+                    self._suspect(parameter, "requires_grad is False")
+                    continue
+                key = id(parameter)
+                if self._cleared and self._cleared.get(key) == grad._version:
+                    idle = self._idle[key] = self._idle.get(key, 0) + 1
+                    if idle >= _IDLE:
+                        self._suspect(parameter, "no contribution")
+                elif self._idle:
+                    self._idle.pop(key, None)
+                made = self._made.get(grad.data_ptr()) if self._made else None
+                if made is not None and made[2] == micro:
+                    self._zeroed(parameter, made[0], made[1])
+                if self._masked and key in self._masked:
+                    self._note(self._masked[key], parameter, grad, micro)
+
+    def _suspect(self, parameter: torch.Tensor, why: str) -> None:
+        if len(self._suspects) < _MOST:
+            self._suspects.append((parameter, _pick(parameter).clone(), why))
+
+    def _note(self, masked: _Masked, parameter: torch.Tensor, grad: torch.Tensor, micro: int) -> None:
+        if masked.micro != micro and self._session.look.is_open:
+            masked.attempts, masked.start, masked.zero = 0, None, None  # not zeroed this time: no freezing
+            return
+        zero = _pick(grad) == 0
+        if masked.start is None or masked.zero is None:
+            masked.start, masked.zero = _pick(parameter).clone(), zero
+        else:
+            masked.zero &= zero
+        masked.attempts += 1
+
+    def after(self, optimizer: Optimizer, ident: int, number: int) -> None:
+        suspects, self._suspects = self._suspects, []
+        for why in dict.fromkeys(w for _, _, w in suspects):
+            chosen = [(p, old) for p, old, w in suspects if w == why]
+            self._compare(ident, chosen, why, number)
+        for key, masked in list(self._masked.items()):
+            parameter = masked.parameter()
+            if parameter is None:
+                del self._masked[key]
+            elif masked.attempts >= _SURE and masked.attempts & (masked.attempts + 1) == 0:
+                self._compare_masked(ident, parameter, masked)
+
+    def _compare(self, ident: int, chosen: list[tuple[torch.Tensor, torch.Tensor]], why: str, number: int) -> None:
+        if number > _SPARSE and number & (number - 1):
+            return
+        with torch.no_grad():
+            changes = torch.stack([(_pick(p) - old).abs().amax().float() for p, old in chosen if old.numel()])
+        at = self._session.place()
+        if why == "requires_grad is False":
+            at = only_line(at, freezes)
+        self._session.stream.emit(
+            FrozenMoved,
+            at=at,
+            optimizer=ident,
+            parameters=Late((changes > 0).sum(), int),
+            why=why,
+            name=self._modules.name(chosen[0][0]),
+            updates=max([1, *(self._idle.get(id(p), 0) for p, _ in chosen)]),
+            change=Late(changes.amax()),
+        )
+
+    def _compare_masked(self, ident: int, parameter: torch.Tensor, masked: _Masked) -> None:
+        if masked.start is None or masked.zero is None:
+            return
+        with torch.no_grad():
+            change = ((_pick(parameter) - masked.start).abs() * masked.zero).amax().float()
+            if masked.changed is not False:
+                change = torch.where(torch.as_tensor(masked.changed, device=change.device), 0.0, change)
+        self._session.stream.emit(
+            FrozenMoved,
+            at=masked.at,
+            optimizer=ident,
+            parameters=Late((change > 0).float(), int),
+            why="gradient zeroed by hand",
+            name=self._modules.name(parameter),
+            updates=masked.attempts,
+            change=Late(change),
+        )
+
+    # -- zeroed by hand ------------------------------------------------------------------------------------------
+
+    def saw(self, operation: Operation) -> None:
+        if operation.name not in _ZEROING or self._parameters.updating or self._gradients.busy:
+            return
+        if operation.backward and not self._hooks:
+            return
+        region = _region(operation)
+        if region is None:
+            return
+        if operation.backward:
+            self._in_hook(operation, region)
+        elif operation.mutates:
+            owner = self._owner(operation.args[0])
+            if owner is not None:
+                self._zeroed(owner, operation.at, region)
+        elif isinstance(operation.out, torch.Tensor):
+            self._made[operation.out.data_ptr()] = (operation.at, region.kept(), self._session.stream.micro)
+            while len(self._made) > 2 * _MOST:
+                self._made.popitem(last=False)
+
+    def _zeroed(self, parameter: torch.Tensor, at: Place | None, region: _Region) -> None:
+        micro = self._session.stream.micro
+        known = self._masked.get(id(parameter))
+        if known is None or known.parameter() is not parameter:
+            if len(self._masked) < _MOST:
+                self._masked[id(parameter)] = _Masked(weakref.ref(parameter), at, region.kept(), micro)
+            return
+        known.micro = micro
+        differs = known.region.differs(region)
+        if isinstance(differs, torch.Tensor) and isinstance(known.changed, torch.Tensor):
+            known.changed = known.changed | differs
+        elif known.changed is not True and differs is not False:
+            known.changed = differs
+
+    def _in_hook(self, operation: Operation, region: _Region) -> None:
+        """A mask applied inside a hook that the script put on a parameter of this shape."""
+        at, out = operation.at, operation.out
+        for ref, line, code in self._hooks.values():
+            parameter = ref()
+            if at is None or parameter is None or at.function != code or not isinstance(out, torch.Tensor):
+                continue
+            if parameter.shape == out.shape and parameter.requires_grad:
+                self._zeroed(parameter, line, region)
+
+    def _owner(self, grad: Any) -> torch.Tensor | None:
+        """The parameter in whose gradient's storage this tensor lies."""
+        if not isinstance(grad, torch.Tensor) or grad.is_sparse:
+            return None
+        micro = self._session.stream.micro
+        if self._owners_of != micro:
+            self._owners_of = micro
+            self._owners = {
+                p.grad.untyped_storage().data_ptr(): p
+                for _, optimizer in self._session.ledger.optimizers()
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None and p.grad.layout == torch.strided and type(p.grad) is torch.Tensor
+            }
+        return self._owners.get(grad.untyped_storage().data_ptr())
+
+
+class _Lens:
+    def __init__(self, frozen: Frozen) -> None:
+        self._frozen = frozen
+
+    def before(self, operation: Operation) -> None:
+        pass
+
+    def after(self, operation: Operation) -> None:
+        self._frozen.saw(operation)
+
+
+def _region(operation: Operation) -> _Region | None:
+    """The part of its first argument that this operator sets to zero; None where it does not."""
+    args = operation.args
+    target = args[0] if args else None
+    if not isinstance(target, torch.Tensor):
+        return None
+    view = (target.storage_offset() if operation.mutates else 0, tuple(target.shape))
+    name = operation.name
+    if name in ("zero_", "zeros_like"):
+        return _Region(view, [])
+    if name in ("mul_", "mul"):
+        by = args[1]
+        if isinstance(by, (int, float)):
+            return _Region(view, []) if by == 0 else None
+        mask = isinstance(by, torch.Tensor) and by.ndim > 0 and not by.requires_grad and by.numel() <= _KEYS
+        return _Region(view, [by]) if mask else None
+    if name == "index_put_":
+        value = args[2] if len(args) > 2 else None
+        keys = [k for k in args[1] if isinstance(k, torch.Tensor)]
+        few = sum(k.numel() for k in keys) <= _KEYS
+        return _Region(view, keys) if few and _is_zero(value) else None
+    keys = [a for a in args[1:-1] if isinstance(a, torch.Tensor) and a.numel() <= _KEYS]
+    return _Region(view, keys) if _is_zero(args[-1]) else None
+
+
+def _is_zero(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and value.device.type == "cpu" and float(value) == 0.0
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _pick(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLE)]
