@@ -82,7 +82,7 @@ def test_already_divided_in_a_flat_loop() -> None:
 @pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
 def test_reductions_that_are_not_the_losss(reduction: str) -> None:
     losses: dict[str, tuple[Loss, str]] = {
-        "sum": (F.cross_entropy, "is \"sum\", the loss averaged over 4, 3, 5"),
+        "sum": (F.cross_entropy, 'is "sum", the loss averaged over 4, 3, 5'),
         "mean": (lambda o, y: F.cross_entropy(o, y, reduction="sum"), r"sums over 4, 3, 5 elements.*\"mean\""),
         "none": (F.cross_entropy, "not all divided by one W"),
     }

@@ -226,7 +226,7 @@ class Groups(Generic[Batch]):
             try:
                 batches.append(next(self._iterator))
             except StopIteration:
-                self._ended = True
+                self._ended = manager._position.exhausted = True
                 self._iterator = None
                 break
         first = self._index == 0

@@ -23,6 +23,8 @@ class Position:
     def __init__(self) -> None:
         self.epoch = 0
         self.micro_batches = 0
+        self.exhausted = False
+        """Whether the loader has said that it is at its end: samplers draw once more then."""
         self._start: dict[str, Any] | None = None
         self._loader: Any = None
         self._resume: dict[str, Any] | None = None
@@ -49,6 +51,8 @@ class Position:
                     f"the run had used {taken} micro-batches of this epoch, the loader gave only {drawn}",
                     "resume with the loader the state was saved with (same data, batch size and sampler)",
                 )
+        if resume["exhausted"]:
+            next(iterator, None)
         if taken:
             _restore(loader, resume["now"])
         return iterator, taken
@@ -56,11 +60,13 @@ class Position:
     def end(self) -> None:
         self.epoch += 1
         self.micro_batches = 0
+        self.exhausted = False
 
     def state(self) -> dict[str, Any]:
         return {
             "epoch": self.epoch,
             "micro_batches": self.micro_batches,
+            "exhausted": self.exhausted,
             "start": self._start if self.micro_batches else None,
             "now": None if self._loader is None else _state_of(self._loader),
         }
@@ -68,7 +74,8 @@ class Position:
     def load(self, state: dict[str, Any]) -> None:
         self.epoch = int(state["epoch"])
         self.micro_batches = int(state["micro_batches"])
-        self._start = state.get("start")
+        self.exhausted = bool(state["exhausted"])
+        self._start = state["start"]
         self._resume = dict(state)
 
 
