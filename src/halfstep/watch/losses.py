@@ -91,7 +91,6 @@ class Losses:
         for result in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(result, torch.Tensor) and result.dim() == 0 and result.is_floating_point():
                 self._made(operation, result)
-                return
 
     def _made(self, operation: Operation, result: torch.Tensor) -> None:
         """Inside a dispatch the node is there, its number is the last one given, the result does not show it yet."""

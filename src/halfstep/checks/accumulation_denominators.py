@@ -1,0 +1,322 @@
+"""Denominators of a group: one law, that every supervised element has the same coefficient and all add up to one.
+
+Which rule is told follows from the pattern of the deviation. A group is judged only where it is a plain accumulation:
+contributions that came by the same lines, each from a forward of its own. Losses at other lines, several losses on
+one forward, recurrent chunks and gradients set by hand are other things.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+
+from halfstep.checks.accumulation_evidence import Evidence
+from halfstep.checks.accumulation_weights import Strand, Term, even, near, strands
+from halfstep.checks.registry import BaseCheck
+from halfstep.checks.story import Story, Update
+from halfstep.events import Contribution, Division, Event, Finding, GradientsTaken, ModuleCalled, ModuleSeen
+
+_REMEMBERED = 4096  # contributions whose forwards are remembered
+_SLIGHT, _CLEAR = 0.05, 0.2  # relative deviation of an element's coefficient: worth a word, worth a warning
+_HABIT = 0.25  # share of groups below which a ragged micro-batch is the loader's last one
+
+
+class Denominators(BaseCheck):
+    rules = (
+        "loss-not-divided",
+        "loss-divided-twice",
+        "mean-of-means",
+        "partial-group-underweighted",
+        "leftover-micro-batches",
+        "optimizer-step-every-micro-batch",
+    )
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        self._carried = False
+        self._taken = False
+        self._plain_modules: set[int] = set()  # without parameters: losses, activations
+        self._origin: dict[int, tuple[int, bool, bool]] = {}  # contribution -> forwards before it, carried, taken
+        self._order: deque[int] = deque()
+        self._judged: dict[int, int] = {}  # route -> last contribution judged
+        self._habits: dict[tuple[int, int], _Habit] = {}
+        self._attempted: dict[int, set[int]] = {}  # optimizer -> routes of its updates
+
+    # -- what came before each contribution ----------------------------------------------------------------------
+
+    def see(self, event: Event, story: Story) -> Iterable[Finding]:
+        match event:
+            case ModuleSeen(parameters=0):
+                self._plain_modules.add(event.module)
+            case ModuleCalled(grad_enabled=True) if event.module not in self._plain_modules:
+                if not event.type.endswith("Loss"):
+                    self._forwards += 1
+                    self._carried |= event.carried
+            case GradientsTaken(create_graph=True):
+                self._taken = True
+            case Contribution():
+                self._origin[event.number] = (self._forwards, self._carried, self._taken or event.create_graph)
+                self._order.append(event.number)
+                if len(self._order) > _REMEMBERED:
+                    self._origin.pop(self._order.popleft(), None)
+                self._forwards, self._carried, self._taken = 0, False, False
+            case _:
+                pass
+        return ()
+
+    def updated(self, update: Update, story: Story) -> Iterable[Finding]:
+        live = update.live
+        if update.attempt.closure or update.stale or not live:
+            return
+        found = strands(update)
+        routes = {s.last.route for s in found}
+        self._attempted.setdefault(update.optimizer, set()).update(routes)
+        if any(c.route in routes for c in update.erased):
+            return  # part of this group was cleared: another rule's
+        for strand in found:
+            if self._judged.get(strand.last.route) == strand.last.number:
+                continue  # a second optimizer on the same contributions
+            self._judged[strand.last.route] = strand.last.number
+            habit = self._habits.setdefault((update.optimizer, strand.last.route), _Habit(update.optimizer))
+            yield from habit.judge(update, strand, alone=len(found) == 1, plain=self._is_plain(strand, update))
+
+    def end(self, story: Story) -> Iterable[Finding]:
+        for habit in self._habits.values():
+            others = {
+                ident
+                for ident, routes in self._attempted.items()
+                if ident != habit.optimizer and not routes & self._attempted[habit.optimizer]
+            }
+            yield from habit.end(rivals=bool(others))
+
+    def _is_plain(self, strand: Strand, update: Update) -> bool:
+        """An accumulation over micro-batches, as far as can be seen."""
+        origins = [self._origin.get(c.number, (0, False, False)) for c in strand.contributions]
+        if any(carried or taken for _, carried, taken in origins):
+            return False
+        kept = [c.retain_graph for c in strand.contributions]
+        shared = any(keeps and forwards == 0 for keeps, (forwards, _, _) in zip(kept, origins[1:], strict=False))
+        modules = any(forwards for forwards, _, _ in origins)
+        unseen = modules and any(forwards == 0 for forwards, _, _ in origins[1:])
+        return not shared and not unseen and strand.same_parameters(update.optimizer)
+
+
+class _Habit:
+    """What the groups of one optimizer, from one line, have been like so far."""
+
+    def __init__(self, optimizer: int) -> None:
+        self.optimizer = optimizer
+        self._groups = 0
+        self._whole: Counter[int] = Counter()  # size -> groups of that size whose coefficients add up to 1
+        self._undivided = Evidence(least=6, share=0.8)
+        self._twice = Evidence(least=2, share=0.5)
+        self._means = Evidence(least=3, share=_HABIT, weight="deviation")
+        self._leftover = Evidence(least=1, share=0.0)
+        self._stepped = Evidence(least=6, share=0.9)
+        self._short: list[tuple[int, Finding, bool]] = []
+        self._short_told = 0
+        self._steps: Counter[tuple[str, int] | None] = Counter()
+        self._singles = 0
+
+    def judge(self, update: Update, strand: Strand, alone: bool, plain: bool) -> Iterator[Finding]:
+        self._groups += 1
+        if not strand.weighed or strand.edited:
+            return
+        main = strand.main
+        if main is None or not plain:
+            return
+        place = update.attempt.at
+        self._steps[(place.file, place.line) if place else None] += 1
+        size, parts = strand.size, main.parts()
+        if parts is not None and parts == size:
+            self._whole[size] += 1
+        if size > 1:
+            for term in strand.terms:
+                self._mean_of_means(update, strand, term)
+            self._sums(update, strand, main, parts, alone)
+        self._short_or_long(update, strand, main, parts)
+        self._single(update, strand, main, parts, alone)
+        yield from self._firm()
+
+    def _firm(self) -> Iterator[Finding]:
+        for evidence in (self._twice, self._means, self._leftover, self._stepped):
+            yield from evidence.firm()
+        yield from self._partial(False)
+
+    def end(self, rivals: bool) -> Iterator[Finding]:
+        if not rivals:  # two losses in turn, each with an optimizer of its own: real and fake, not micro-batches
+            yield from self._undivided.rest()
+        for evidence in (self._twice, self._means, self._leftover):
+            yield from evidence.rest()
+        if self._singles >= 2:
+            yield from self._stepped.rest()
+        yield from self._partial(True)
+
+    # -- what the coefficients add up to -------------------------------------------------------------------------
+
+    def _sums(self, update: Update, strand: Strand, main: Term, parts: int | None, alone: bool) -> None:
+        size, total = strand.size, main.total
+        self._undivided.chance()
+        self._twice.chance()
+        means = all(w.share.reduction == "mean" or w.elements > 1 for w in main.weights)
+        if parts == 1 and means and alone and _all_whole(strand):
+            self._undivided.add(
+                Finding(
+                    rule="loss-not-divided",
+                    severity="warning",
+                    at=strand.last.at,
+                    update=update.number,
+                    message=(
+                        f"{size} mean losses were added up without a division: the group's coefficients add up to "
+                        f"{total:g}, its gradient is {size} times that of the whole batch"
+                    ),
+                    evidence={"micro_batches": size, "sum_of_coefficients": total, "loss": main.loss},
+                    fix=f"(loss / {size}).backward(), or divide summed losses by the group's supervised elements",
+                )
+            )
+        divisions = _common(strand)
+        by_size = [d for d in divisions if near(d.by, size)]
+        ragged = not even([w.elements for w in main.weights], 0.02) and even([w.each for w in main.weights], 0.01)
+        twice = len(by_size) > 1 and not (size == 2 and main.is_square)
+        if near(total * size, 1.0, main.close) and (twice or (by_size and ragged)):
+            first = by_size[-1]
+            outer = by_size[0]
+            at = strand.last.at
+            tool = outer.at is not None and at is not None and outer.at == at and first.at != outer.at
+            self._twice.add(
+                Finding(
+                    rule="loss-divided-twice",
+                    severity="error",
+                    at=first.at or at,
+                    update=update.number,
+                    message=(
+                        f"the loss of each of {size} micro-batches was divided by {size} twice"
+                        + (f" (the second time by the call at line {at.line})" if tool and at else "")
+                        + f": the coefficients add up to {total:.4g}, the gradient is {size} times too small"
+                    ),
+                    evidence={
+                        "micro_batches": size,
+                        "sum_of_coefficients": total,
+                        "divisions": [d.by for d in divisions],
+                    },
+                    fix="leave the division to one of the two: drop the script's own `/ accumulation_steps`",
+                )
+            )
+
+    def _mean_of_means(self, update: Update, strand: Strand, term: Term) -> None:
+        if not term.known or any(not w.elements for w in term.weights) or not term.total:
+            return
+        self._means.chance()
+        deviation = term.deviation
+        if not term.alike or not deviation > _SLIGHT or term.uneven_inside:
+            return
+        counts = [w.elements for w in term.weights]
+        low, high = min(counts), max(counts)
+        last_only = term.weights[-1].elements == low and even(counts[:-1], 0.01)
+        contribution = strand.last
+        self._means.add(
+            Finding(
+                rule="mean-of-means",
+                severity="error" if deviation > _CLEAR and not last_only else "warning",
+                at=contribution.loss_at or contribution.at,
+                update=update.number,
+                message=(
+                    f"micro-batches of one group hold {low:g} to {high:g} supervised elements, yet each has the same "
+                    f"weight {term.weights[0].total:.4g}: an element of the smallest counts {high / low:.3g} times "
+                    "as much as one of the largest"
+                ),
+                evidence={
+                    "elements": counts[:32],
+                    "weights": [w.total for w in term.weights[:32]],
+                    "deviation": deviation,
+                    "loss": term.loss,
+                },
+                fix="sum the losses of each micro-batch and divide by the number of supervised elements of the group",
+            )
+        )
+
+    # -- sizes ---------------------------------------------------------------------------------------------------
+
+    def _short_or_long(self, update: Update, strand: Strand, main: Term, parts: int | None) -> None:
+        size = strand.size
+        if parts is None or parts < 2 or not self._whole[parts] or parts == size:
+            return
+        at = strand.last.at
+        if size < parts:
+            divided = next((d for d in _common(strand) if near(d.by, parts)), Division(by=parts))
+            usual = self._steps.most_common(1)[0][0]
+            place = update.attempt.at
+            apart = place is not None and usual is not None and (place.file, place.line) != usual
+            finding = Finding(
+                rule="partial-group-underweighted",
+                severity="warning",
+                at=divided.at or at,
+                update=update.number,
+                message=(
+                    f"a short group of {size} micro-batch{'es' if size > 1 else ''} was divided by the full {parts}: "
+                    f"its coefficients add up to {main.total:.3g}, its gradient is {parts / size:.3g} times too small"
+                ),
+                evidence={"micro_batches": size, "usual": parts, "sum_of_coefficients": main.total},
+                fix="divide by the micro-batches (better: supervised elements) the last group really has",
+            )
+            self._short.append((self._groups, finding, apart))
+        elif size < 2 * parts:
+            self._leftover.add(
+                Finding(
+                    rule="leftover-micro-batches",
+                    severity="error",
+                    at=at,
+                    update=update.number,
+                    message=(
+                        f"this update took {size} micro-batches instead of {parts}: {size - parts} were left over from "
+                        f"an unfinished group, and the coefficients add up to {main.total:.3g}"
+                    ),
+                    evidence={"micro_batches": size, "usual": parts, "sum_of_coefficients": main.total},
+                    fix="at the end of an epoch step the rest (divided by its own size) or clear it with zero_grad()",
+                )
+            )
+
+    def _partial(self, over: bool) -> Iterator[Finding]:
+        """Short groups told once they are the tail of something: at even distances, at a line of their own, last."""
+        if not self._short or len(self._short) == self._short_told:
+            return
+        numbers = [number for number, _, _ in self._short]
+        gaps = {b - a for a, b in zip([0, *numbers], numbers, strict=False)}
+        regular = len(numbers) > 1 and len(gaps) == 1
+        if regular or all(apart for _, _, apart in self._short) or (over and numbers[-1] == self._groups):
+            for _, finding, _ in self._short[self._short_told :]:
+                yield finding
+            self._short_told = len(self._short)
+
+    def _single(self, update: Update, strand: Strand, main: Term, parts: int | None, alone: bool) -> None:
+        """Every contribution stepped at once, though its loss was divided for a group."""
+        self._stepped.chance()
+        if strand.size != 1 or parts is None or parts < 2 or not alone or len(strand.terms) != 1 or self._whole:
+            return
+        if not any(near(d.by, parts) for d in strand.last.divisions) or (parts == 2 and main.is_square):
+            return
+        self._singles += 1
+        self._stepped.add(
+            Finding(
+                rule="optimizer-step-every-micro-batch",
+                severity="error",
+                at=update.attempt.at,
+                update=update.number,
+                message=(
+                    f"the loss is divided by {parts} for a group of {parts} micro-batches, yet every one of them was "
+                    f"stepped at once: each update sees 1/{parts} of one micro-batch's gradient"
+                ),
+                evidence={"micro_batches": 1, "divided_by": parts},
+                fix=f"if (i + 1) % {parts} == 0: optimizer.step(); optimizer.zero_grad()",
+            )
+        )
+
+
+def _all_whole(strand: Strand) -> bool:
+    return all(t.known for t in strand.terms)
+
+
+def _common(strand: Strand) -> list[Division]:
+    """Divisions that all contributions of the strand have, in the order from the root down."""
+    last = strand.last.divisions
+    return [d for d in last if all(any(near(o.by, d.by) for o in c.divisions) for c in strand.contributions)]

@@ -1,0 +1,67 @@
+"""Evidence that gathers over updates before it becomes a finding: one odd update is no habit of a script."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from halfstep.events import Finding
+
+
+@dataclass(slots=True)
+class _Case:
+    first: Finding
+    count: int = 0
+    told: int = 0
+
+
+class Evidence:
+    """Occurrences of one rule among the chances it had.
+
+    `firm` gives the finding once it was seen ``least`` times and in ``share`` of the chances, with its count, and
+    every later occurrence after that; `rest` is for the end of the run, where one occurrence may be all there is.
+    """
+
+    def __init__(self, least: int = 3, share: float = 0.5, weight: str | None = None) -> None:
+        self._least = least
+        self._share = share
+        self._weight = weight
+        self._cases: dict[tuple[object, ...], _Case] = {}
+        self.chances = 0
+        self.seen = 0
+
+    def chance(self) -> None:
+        """An update in which it could have happened."""
+        self.chances += 1
+
+    def add(self, finding: Finding) -> None:
+        self.seen += finding.count
+        at = finding.at
+        case = self._cases.setdefault((at.file, at.line) if at else (), _Case(finding))
+        case.count += finding.count
+        if self._weight is not None and _value(finding, self._weight) > _value(case.first, self._weight):
+            case.first = dataclasses.replace(finding, update=case.first.update)  # the gravest is the one to show
+
+    @property
+    def habitual(self) -> bool:
+        return bool(self.seen) and self.seen >= self._share * self.chances
+
+    def firm(self) -> Iterator[Finding]:
+        if self.seen >= self._least and self.habitual:
+            yield from self._tell()
+
+    def rest(self) -> Iterator[Finding]:
+        if self.habitual:
+            yield from self._tell()
+
+    def _tell(self) -> Iterator[Finding]:
+        for case in self._cases.values():
+            if case.count > case.told:
+                yield dataclasses.replace(case.first, count=case.count - case.told)
+                case.told = case.count
+
+
+def _value(finding: Finding, name: str) -> float:
+    value = finding.evidence.get(name)
+    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -1,0 +1,224 @@
+"""What is supervised: positions that should not count, micro-batches in which nothing counts, and the loss people read.
+
+The value of a loss goes to a log or a running average; which factors it carries there is told by where it was read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from halfstep.checks.accumulation_evidence import Evidence
+from halfstep.checks.accumulation_weights import near
+from halfstep.checks.registry import BaseCheck
+from halfstep.checks.story import Story, Update
+from halfstep.events import Contribution, Event, Finding, LossRead, ModuleCalled, Share
+
+_KEPT = 256
+_FEW = 0.98  # fewer supervised than this share of the positions: some are ignored
+
+
+class Supervision(BaseCheck):
+    rules = ("ignored-positions-counted", "no-supervised-elements", "logged-loss-misleading")
+
+    def __init__(self) -> None:
+        self._examples: int | None = None  # of the last forward
+        self._recent: OrderedDict[int, Contribution] = OrderedDict()
+        self._reads: OrderedDict[int, list[LossRead]] = OrderedDict()
+        self._empty: dict[int, Contribution] = {}  # contributions of this group that supervise nothing and are NaN
+        self._told: set[int] = set()
+        self._counted: dict[tuple[int, str, int], Evidence] = {}
+        self._logs: dict[tuple[str, int], _Log] = {}
+
+    def see(self, event: Event, story: Story) -> Iterable[Finding]:
+        match event:
+            case ModuleCalled(examples=int(examples), grad_enabled=True) if not event.type.endswith("Loss"):
+                self._examples = examples
+            case Contribution():
+                yield from self._contributed(event)
+            case LossRead():
+                yield from self._read(event)
+            case _:
+                pass
+
+    def updated(self, update: Update, story: Story) -> Iterable[Finding]:
+        live = update.live
+        for contribution in live:
+            spoiled = update.attempt.nonfinite or update.attempt.outcome == "skipped"
+            if spoiled and contribution.number in self._empty and contribution.number not in self._told:
+                yield from self._spoiled(contribution, update, len(live))
+        for log in self._logs.values():
+            log.updated(live)
+        for evidence in self._counted.values():
+            yield from evidence.firm()
+
+    def end(self, story: Story) -> Iterable[Finding]:
+        for evidence in self._counted.values():
+            yield from evidence.rest()
+        for log in self._logs.values():
+            yield from log.finding()
+
+    # -- contributions -------------------------------------------------------------------------------------------
+
+    def _contributed(self, event: Contribution) -> Iterator[Finding]:
+        _keep(self._recent, event.number, event)
+        data = [s for s in event.shares if s.loss != "penalty"]
+        seen: dict[str, int] = {}
+        for share in data:
+            ordinal = seen[share.loss] = seen.get(share.loss, -1) + 1
+            self._positions(event, share, ordinal, alone=len(data) == 1)
+        if event.loss is not None and math.isnan(event.loss) and any(_nothing(s) for s in data):
+            self._empty[event.number] = event
+            if len(self._empty) > _KEPT:
+                self._empty.pop(next(iter(self._empty)))
+            for read in self._reads.pop(event.number, []):
+                yield from self._nan_read(event, read)
+
+    def _positions(self, event: Contribution, share: Share, ordinal: int, alone: bool) -> None:
+        """Divided by all positions, ignored ones included: coefficient times positions is one, not times supervised."""
+        if not share.supervised or not math.isfinite(share.total):
+            return
+        key = (event.route, share.loss, ordinal)
+        evidence = self._counted.setdefault(key, Evidence(least=2, share=0.0, weight="ignored"))
+        if share.supervised >= _FEW * share.positions or share.spread > 0.02:
+            return
+        over_all = share.coefficient * share.positions / (event.scale or 1.0) / max(share.parts, 1)
+        factors = [1.0, math.prod(d.by for d in event.divisions), *(d.by for d in event.divisions)]
+        if not any(near(over_all * factor, 1.0, 0.02 if event.dtype != "float32" else 0.004) for factor in factors):
+            return
+        explicit = share.ignored_share > 0.01
+        if not explicit and (not alone or self._examples is None or share.positions <= self._examples):
+            return  # a mask over whole examples may choose them on purpose (pseudo-labels above a threshold)
+        ignored = 1 - share.supervised / share.positions
+        evidence.add(
+            Finding(
+                rule="ignored-positions-counted",
+                severity="error" if explicit else "warning",
+                at=event.loss_at or event.at,
+                message=(
+                    f"the loss is divided by {share.positions} positions of which {share.supervised} are supervised: "
+                    f"{ignored:.0%} of its weight sits on ignored positions, gradients are "
+                    f"{share.positions / share.supervised:.3g} times too small"
+                ),
+                evidence={"positions": share.positions, "supervised": share.supervised, "ignored": ignored},
+                fix="divide the sum by the number of supervised positions, not by all of them",
+            )
+        )
+
+    # -- nothing supervised --------------------------------------------------------------------------------------
+
+    def _spoiled(self, event: Contribution, update: Update, size: int) -> Iterator[Finding]:
+        self._told.add(event.number)
+        share = next(s for s in event.shares if _nothing(s))
+        fate = "the update was skipped" if update.attempt.outcome == "skipped" else "they were applied"
+        yield Finding(
+            rule="no-supervised-elements",
+            severity="error",
+            at=event.loss_at or event.at,
+            update=update.number,
+            message=(
+                f"micro-batch {event.number} has no supervised element among {share.positions}: its {share.loss} loss "
+                f"was divided by 0 and its gradients are NaN; {fate}"
+                + (f" ({size} micro-batches lost)" if size > 1 else "")
+            ),
+            evidence={"positions": share.positions, "supervised": 0, "micro_batch": event.number, "gradient": "nan"},
+            fix="skip such micro-batches, or divide by count.clamp(min=1)",
+        )
+
+    def _nan_read(self, event: Contribution, read: LossRead) -> Iterator[Finding]:
+        if event.number in self._told:
+            return
+        self._told.add(event.number)
+        share = next(s for s in event.shares if _nothing(s))
+        yield Finding(
+            rule="no-supervised-elements",
+            severity="warning",
+            at=read.at or event.at,
+            message=(
+                f"micro-batch {event.number} has no supervised element among {share.positions}: its loss is NaN and "
+                "was taken into the script's numbers here, while its gradients are exactly zero and harm nothing"
+            ),
+            evidence={"positions": share.positions, "supervised": 0, "micro_batch": event.number, "gradient": "zero"},
+            fix="leave micro-batches without targets out of the average, or skip them",
+        )
+
+    # -- reads ---------------------------------------------------------------------------------------------------
+
+    def _read(self, event: LossRead) -> Iterator[Finding]:
+        contribution = self._recent.get(event.contribution)
+        if contribution is None:
+            _keep(self._reads, event.contribution, [*self._reads.get(event.contribution, []), event])
+        elif contribution.number in self._empty:
+            yield from self._nan_read(contribution, event)
+        if event.at is not None and len(self._logs) < _KEPT:
+            self._logs.setdefault((event.at.file, event.at.line), _Log()).read(event)
+
+
+@dataclass(slots=True)
+class _Log:
+    """One line that reads losses: which factors its values carry, and how many of a group's micro-batches it reads."""
+
+    first: LossRead | None = None
+    pending: dict[int, LossRead] = field(default_factory=dict)
+    groups: int = 0
+    scaled: int = 0  # groups whose value carried the loss scale
+    divided: int = 0  # groups of which one value was read, divided for the group
+    alone: int = 0  # groups of which one whole value was read
+    scale: float = 1.0
+    size: int = 1
+
+    def read(self, event: LossRead) -> None:
+        self.first = self.first or event
+        self.pending[event.contribution] = event
+        if len(self.pending) > _KEPT:
+            self.pending.pop(next(iter(self.pending)))
+
+    def updated(self, live: tuple[Contribution, ...]) -> None:
+        reads = [(c, self.pending.pop(c.number)) for c in live if c.number in self.pending]
+        if not reads:
+            return
+        self.groups += 1
+        contribution, read = reads[0]
+        total = max((s.total for s in contribution.shares if math.isfinite(s.total)), default=math.nan) / read.factor
+        scale = contribution.scale or 1.0
+        if scale >= 64 and math.isfinite(total) and total > scale**0.5:
+            self.scaled += 1
+            self.scale = scale
+        elif len(reads) == 1 and len(live) > 1:
+            self.size = len(live)
+            self.divided += near(total * len(live), 1.0, 0.02)
+            self.alone += near(total, 1.0, 0.02)
+
+    def finding(self) -> Iterator[Finding]:
+        size, said = self.size, "the value read here "
+        texts = (
+            (self.scaled, f"carries the loss scale {self.scale:g}"),
+            (self.divided, f"is one micro-batch's loss divided by {size}: 1/{size} of a loss"),
+            (self.alone, f"is one micro-batch's loss, the other {size - 1} of its group are left out"),
+        )
+        count, text = max(texts)
+        if self.first is None or not count or count < self.groups / 2:
+            return
+        yield Finding(
+            rule="logged-loss-misleading",
+            severity="info",
+            at=self.first.at,
+            message=said + text,
+            count=count,
+            evidence={"scale": self.scale if self.scaled else None, "micro_batches": self.size},
+            fix="log the mean over the group: add loss.detach() of every micro-batch, undivided and unscaled",
+        )
+
+
+def _nothing(share: Share) -> bool:
+    """No element of the term counts, and that made it 0 / 0."""
+    return share.supervised == 0 and share.positions > 0 and not math.isfinite(share.total)
+
+
+def _keep(memory: OrderedDict[int, Any], key: int, value: Any) -> None:
+    memory[key] = value
+    if len(memory) > _KEPT:
+        memory.popitem(last=False)
