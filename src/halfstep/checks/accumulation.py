@@ -392,11 +392,7 @@ class _Optimizer:
                     "the optimizer stepped after each of them, on an unfinished sum"
                 ),
                 count=max(len(self.periods) * (divided - 1), 1),
-                evidence={
-                    "divided_by": divided,
-                    "updates_per_clearing": divided,
-                    "last": last.number if last else None,
-                },
+                evidence={"divided_by": divided, "updates_per_clearing": divided},
                 fix=f"if (i + 1) % {divided} == 0: optimizer.step(); optimizer.zero_grad()",
             )
             return
