@@ -561,7 +561,113 @@ class AutocastEntered(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutocastLeft(Event):
+    """``raised``: an exception left it."""
+
     region: int
+    raised: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchedOff(Event):
+    """An autocast region or a scaler ("autocast", "scaler") asked to be on that turned itself off when it was made."""
+
+    what: str
+    device: str
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaleCasts(Event):
+    """A backward through half-precision copies of weights that were made before the weights changed.
+
+    ``region``: the outermost region open, which keeps the copies, entered at ``entered_at``; ``casts``: how many copies;
+    ``changed``: whether the weights differ from what was copied; ``backwards``: so many in this region by now.
+    """
+
+    region: int
+    entered_at: Place | None = None
+    casts: int = 0
+    changed: bool | None = None
+    backwards: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardDowncast(Event):
+    """Gradient operators of an FP32 forward that autocast ran in ``dtype``, since backward was called inside a region.
+
+    ``operators``: how many; ``operator`` and ``node``: the first of them and its autograd node. ``second``: of a second
+    derivative.
+    """
+
+    dtype: str
+    operators: int
+    operator: str = ""
+    node: str = ""
+    second: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfInOffRegion(Event):
+    """An operator inside a region with autocast off that computed in ``dtype``: its input came so from outside.
+
+    ``at``: the operator; ``entered_at``: the region.
+    """
+
+    operator: str
+    dtype: str
+    region: int
+    entered_at: Place | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recomputed(Event):
+    """A checkpointed forward beside its recomputation in backward; ``at``: the call, or what recomputes by hand.
+
+    ``by``: "checkpoint", "reentrant", or the name of a custom function. ``dtype`` and ``autocast`` (half dtype of the
+    region, "off" without one) of the first forward, ``again_dtype`` and ``again_autocast`` of the recomputation.
+    ``difference``: of the recomputed values from the first, relative to their size, the largest of ``tensors`` compared.
+    ``drew``: what the first forward drew random numbers from ("default", "python", "numpy", "generator");
+    ``drew_at``: where, for a generator of the script's own; ``preserves``: whether the default state is put back.
+    """
+
+    by: str
+    dtype: str = ""
+    again_dtype: str = ""
+    autocast: str = ""
+    again_autocast: str = ""
+    difference: float | None = None
+    tensors: int = 0
+    drew: tuple[str, ...] = ()
+    drew_at: Place | None = None
+    preserves: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionFailed(Event):
+    """The exception that ends the script came from a custom autograd function; told just before `Raised`.
+
+    ``phase``: "forward" or "backward"; ``recomputing``: from a module that backward ran again; ``wrapped``: the function
+    has `custom_fwd`.
+    """
+
+    function: str
+    phase: str
+    recomputing: bool = False
+    wrapped: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardCompiled(Event):
+    """A backward was compiled in which gradient operators of an FP32 forward compute in ``dtype``.
+
+    ``at``: the first forward operator so treated; ``setting``: torch's `backward_pass_autocast`.
+    """
+
+    dtype: str
+    operators: int
+    operator: str = ""
+    module: str | None = None
+    setting: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

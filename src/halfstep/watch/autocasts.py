@@ -1,20 +1,38 @@
-"""Autocast regions: which are open, which dtype the last forward ran in."""
+"""Autocast regions: which are open in which thread, which dtype the last forward ran in, which switched themselves off."""
 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.events import AutocastEntered, AutocastLeft
+from halfstep.events import AutocastEntered, AutocastLeft, Place, SwitchedOff
 from halfstep.watch.patches import Patches
+from halfstep.watch.place import is_users
 
 if TYPE_CHECKING:
     from halfstep.watch.session import Session
 
 HALF = (torch.float16, torch.bfloat16)
+_TOLD = 4  # times that one line's region is told to have switched itself off
+
+
+class Region:
+    """An open autocast region. ``half``: the dtype it computes in, None where it is off or not in half precision."""
+
+    __slots__ = ("at", "device", "enabled", "half", "ident", "key")
+
+    def __init__(self, context: Any, ident: int, at: Place | None) -> None:
+        self.key = id(context)
+        self.ident = ident
+        self.at = at
+        self.device = str(context.device)
+        self.enabled = bool(context._enabled)
+        self.half = name_of(context.fast_dtype) if self.enabled and context.fast_dtype in HALF else None
 
 
 class Autocasts:
@@ -23,47 +41,80 @@ class Autocasts:
         self._regions = itertools.count(1)
         self._open = threading.local()
         self._last: str | None = None
+        self._told: dict[Place | None, int] = {}
 
     def install(self, patches: Patches) -> None:
         region = torch.amp.autocast_mode.autocast
+        patches.around(region, "__init__", None, self._after_init)
         patches.around(region, "__enter__", None, self._after_enter)
         patches.around(region, "__exit__", None, self._after_exit)
 
+    @property
+    def stack(self) -> list[Region]:
+        """This thread's open regions, the outermost first."""
+        stack: list[Region] | None = getattr(self._open, "stack", None)
+        if stack is None:
+            stack = self._open.stack = []
+        return stack
+
     def last_half(self) -> str | None:
-        """Half dtype of the last region that was entered (and on), forgotten once another contribution asked for it."""
-        stack: list[tuple[int, int, str | None]] = getattr(self._open, "stack", [])
-        return next((half for _, _, half in reversed(stack) if half), self._last)
+        """Half dtype of the innermost region of this thread that is on, else of the last one that was entered."""
+        return next((region.half for region in reversed(self.stack) if region.half), self._last)
 
     def inside(self, device: str) -> bool:
         """Whether this thread is inside an autocast region of this device type that is on."""
         return torch.is_autocast_enabled(device)
 
-    def _after_enter(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_init(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         region = args[0]
-        if not hasattr(self._open, "stack"):
-            self._open.stack = []
-        ident = next(self._regions)
-        half = name_of(region.fast_dtype) if region._enabled and region.fast_dtype in HALF else None
-        self._open.stack.append((id(region), ident, half))
-        if region._enabled or len(self._open.stack) == 1:
-            self._last = half
+        asked = kwargs.get("enabled", args[3] if len(args) > 3 else True)
+        if not asked or region._enabled or region.fast_dtype not in HALF:
+            return
+        at = self._session.place()
+        self._told[at] = self._told.get(at, 0) + 1
+        if self._told[at] <= _TOLD:
+            dtype = name_of(region.fast_dtype)
+            self._session.stream.emit(SwitchedOff, at=at, what="autocast", device=str(region.device), dtype=dtype)
+
+    def _after_enter(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        context, stack = args[0], self.stack
+        region = Region(context, next(self._regions), _decorated(sys._getframe(1)) or self._session.place())
+        stack.append(region)
+        if region.enabled or len(stack) == 1:
+            self._last = region.half
         self._session.stream.emit(
             AutocastEntered,
-            at=self._session.place(),
-            region=ident,
+            at=region.at,
+            region=region.ident,
             device=region.device,
-            dtype=name_of(region.fast_dtype),
-            enabled=bool(region._enabled),
-            depth=len(self._open.stack),
+            dtype=name_of(context.fast_dtype),
+            enabled=region.enabled,
+            depth=len(stack),
             thread=threading.get_ident(),
         )
 
     def _after_exit(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stack = getattr(self._open, "stack", [])
+        stack = self.stack
         for place in range(len(stack) - 1, -1, -1):
-            if stack[place][0] == id(args[0]):
-                self._session.stream.emit(AutocastLeft, region=stack.pop(place)[1])
+            if stack[place].key == id(args[0]):
+                raised = len(args) > 1 and args[1] is not None
+                self._session.stream.emit(AutocastLeft, region=stack.pop(place).ident, raised=raised)
                 return
+
+
+def _decorated(frame: FrameType | None) -> Place | None:
+    """Where the function stands that a region was put on as a decorator; None for a region of another kind."""
+    for _ in range(4):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "decorate_autocast":
+            function = frame.f_locals.get("func")
+            code = getattr(function, "__code__", None)
+            if code is None or not is_users(code):
+                return None
+            return Place(code.co_filename, code.co_firstlineno, code.co_qualname)
+        frame = frame.f_back
+    return None
 
 
 def name_of(dtype: torch.dtype) -> str:
