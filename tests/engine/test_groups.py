@@ -125,7 +125,7 @@ LOSSES: dict[str, Any] = {
     "l1": (lambda o, y: F.l1_loss(o, F.one_hot(y, 5).float()), None),
     "huber": (lambda o, y: F.huber_loss(o, F.one_hot(y, 5).float()), None),
     "bce": (lambda o, y: F.binary_cross_entropy_with_logits(o, F.one_hot(y, 5).float()), None),
-    "kl batchmean": (lambda o, y: F.kl_div(o.log_softmax(-1), F.one_hot(y, 5) * 0.9 + 0.02, reduction="batchmean"), None),
+    "kl": (lambda o, y: F.kl_div(o.log_softmax(-1), F.one_hot(y, 5) * 0.9 + 0.02, reduction="batchmean"), None),
     "summed squares": (lambda o, y: (o - F.one_hot(y, 5)).square().sum(-1).mean(), None),
     "sum": (lambda o, y: F.cross_entropy(o, y, reduction="sum"), "sum"),
     "sum ignoring": (lambda o, y: F.cross_entropy(o, torch.where(y == 2, -100, y), reduction="sum"), "sum"),

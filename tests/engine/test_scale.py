@@ -131,10 +131,11 @@ def test_the_floor(late: bool) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     overflow()
     overflow()
-    with pytest.raises(ScaleFloorError) as caught:
+    if late:  # on an accelerator it is known by the next update only
         overflow()
         manager.backward(model(torch.ones(1, 3)).sum())
-        manager.step(model, optimizer)  # on an accelerator it is known by now
+    with pytest.raises(ScaleFloorError) as caught:
+        manager.step(model, optimizer) if late else overflow()
     text = str(caught.value)
     for part in ("1.bias", "1 of 4 parameters", "floor of 4", "8 (overflow)", "keep_fp32", "bf16"):
         assert part in text, part

@@ -215,7 +215,7 @@ class Groups(Generic[Batch]):
 
     def __next__(self) -> Group[Batch]:
         manager = self._manager
-        manager._close_group()
+        manager._order.require_no_group()
         if self._ended:
             raise StopIteration
         if self._iterator is None:
@@ -253,7 +253,7 @@ class Groups(Generic[Batch]):
             ids=self._ids,
         )
         self._index += 1
-        manager._open_group(group)
+        manager._order.open(group)
         return group
 
     def _finish(self) -> None:

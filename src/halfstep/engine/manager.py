@@ -15,26 +15,24 @@ from halfstep.engine.binding import Binding
 from halfstep.engine.bindings import Bindings
 from halfstep.engine.check import Check
 from halfstep.engine.contribute import Contributor, inputs_of
-from halfstep.engine.group import Group, Groups, Weigher
+from halfstep.engine.group import Groups, Weigher
 from halfstep.engine.island import Islands, keep_fp32
 from halfstep.engine.journal import Journal
 from halfstep.engine.late import host
 from halfstep.engine.ledger import Share
-from halfstep.engine.position import Position, restore_random_state
-from halfstep.engine.position import random_state as _random_state
+from halfstep.engine.order import Order
+from halfstep.engine.position import Position
 from halfstep.engine.precision import Precision
 from halfstep.engine.replicas import Replicas, resolve
 from halfstep.engine.scale import LossScale
 from halfstep.engine.schedule import Schedule, schedulers_of
+from halfstep.engine.state import in_words, load, policy, save
 from halfstep.engine.update import Update
 from halfstep.engine.updater import Updater
 from halfstep.engine.verification import Verification
-from halfstep.engine.witness import Witnesses
-from halfstep.errors import GroupError, MisuseError, NonFiniteError, PolicyError
+from halfstep.errors import MisuseError, NonFiniteError, PolicyError
 
 ON_NONFINITE = ("skip", "raise", "ignore")
-STATE_VERSION = 1
-_SCALER_STATE = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 Batch = TypeVar("Batch")
 
 
@@ -107,14 +105,15 @@ class MixedPrecisionManager:
             min_scale=min_scale,
         )
         self._schedule = Schedule(scheduler_unit)
+        self.scheduler_unit = scheduler_unit
         self._journal = Journal(record)
         self._account = Account()
         self._position = Position()
         self._verification = Verification(self._journal)
         self._contributor = Contributor(self.scaler, self.replicas, activated=self.activated)
         self._ledger = self._contributor.ledger
-        self._witnesses = Witnesses()
-        self._bindings = Bindings(self._noticed)
+        self._order = Order(self._contributor, self._position, self._account)
+        self._bindings = Bindings(self._order.stepped_by_hand)
         self._updater = Updater(
             self.scaler,
             self._schedule,
@@ -126,7 +125,6 @@ class MixedPrecisionManager:
             monitor=self.monitor,
         )
         self._updater.host = self._contributor.host = self.precision.device_type == "cpu"
-        self._group: Group[Any] | None = None
         self._islands: list[Islands] = []
         self._islands_run = True
         self._checks: list[Check] = []
@@ -185,7 +183,7 @@ class MixedPrecisionManager:
         ``inputs`` keeps the gradients to these parameters (or modules). Raises without changing anything when the
         loss or its place is wrong.
         """
-        contributor, group = self._contributor, self._group
+        contributor, group = self._contributor, self._order.group
         losses = contributor.losses(loss)
         if group is not None:
             contributor.expect(group)
@@ -195,7 +193,7 @@ class MixedPrecisionManager:
         mode, source, factors, weights = contributor.normalise(losses, weight, group)
         ledger = self._ledger
         ledger.admit(mode, len(losses))
-        self._witnesses.before(ledger.waits)
+        self._order.witnesses.before(ledger.waits)
         if group is None:
             examples, micro_batch = None, len(ledger.pending)
         else:
@@ -212,13 +210,7 @@ class MixedPrecisionManager:
             examples=examples,
             micro_batch=micro_batch,
         )
-        if group is not None:
-            group.contributed = True
-        if not contribution.empty:
-            if self._witnesses:
-                self._witnesses.after()
-            else:
-                self._witnesses.first(contributor.leaves)
+        self._order.contributed(contribution.empty)
 
     def grad(self, outputs: Any, inputs: Any, **torch_kwargs: Any) -> tuple[Tensor | None, ...]:
         """``torch.autograd.grad`` through half precision: scaled on the way, unscaled when it returns.
@@ -252,11 +244,7 @@ class MixedPrecisionManager:
         """
         count = len(self._ledger.pending)
         self._bindings.clear()
-        self._contributor.drop()
-        self._witnesses.clear()
-        if self._group is not None:
-            self._group.leave()
-            self._group = None
+        self._order.drop()
         return count
 
     def groups(
@@ -299,14 +287,14 @@ class MixedPrecisionManager:
         binding = self._bindings.find(model, optimizer)
         schedulers = schedulers_of(scheduler)
         self._schedule.require_untouched(schedulers)
-        share = self._share(binding)
-        self._require_intact(binding)
+        share = self._order.share(binding)
+        self._order.require_intact(binding)
         self._bindings.require_own(binding, share, self._ledger.pending)
         if not self._islands_run and not share.empty:
             for islands in self._islands:
                 islands.require_used()
             self._islands_run = True
-        self._require_gradients(binding, share)
+        self._order.require_gradients(binding, share)
         if self._contributor.weigh:
             self._verify(share)
         shared = len(share) < len(self._ledger.pending)
@@ -325,71 +313,15 @@ class MixedPrecisionManager:
     def _close(self, binding: Binding, share: Share) -> None:
         """Put the books in order after an attempt."""
         number = self._account.attempted
-        self._ledger.settle(share)
         self._bindings.settle(binding, share, number)
+        self._order.settle(binding, share, [b.ids for b in self._bindings])
         source = share.contributions[0].source
         self._sources[source] = self._sources.get(source, 0) + 1
-        self._contributor.weigh = number + 1 & number == 0
+        self._contributor.weigh = _is_power_of_two(number + 1)
         self._contributor.look = self._contributor.weigh or len(self._bindings) > 1
-        self._contributor.leaves = []
-        self._witnesses.keep(binding.parameters, binding.ids, [b.ids for b in self._bindings])
-        group = self._group
-        if group is not None and not self._ledger.pending:
-            if group.short:
-                self._account.last_group(
-                    kept=True, micro_batches=len(group), size=group.size, examples=group.examples, ids=group.ids
-                )
-            self._position.micro_batches += len(group)
-            group.leave()
-            self._group = None
-
-    def _share(self, binding: Binding) -> Share:
-        """The pending contributions of this optimizer; refuses an unfinished group and a step without backward."""
-        group = self._group
-        if group is not None and not group.whole:
-            raise GroupError(
-                f"step was called with {group.progress()} of group {group.index + 1} contributed: it would be divided "
-                "by the weight of all of them",
-                "let the loop over the group end before manager.step; after a break, manager.discard() drops the group",
-            )
-        share = self._ledger.share(binding.ids, None if group is None else group.weights)
-        if not share:
-            if self._ledger.pending:
-                raise MisuseError(
-                    f"none of the {len(self._ledger.pending)} pending contributions reached a parameter of this model",
-                    "step the model whose loss was given to backward",
-                )
-            raise MisuseError(
-                "step was called without a backward since the last one: there is nothing to update with",
-                "manager.backward(loss) first; in a flat loop, step only if manager.pending",
-            )
-        return share
-
-    def _require_intact(self, binding: Binding) -> None:
-        """Raise what was noticed of verbs called by hand since the last update."""
-        witnesses = self._witnesses
-        witnesses.before(self._ledger.waits)
-        if witnesses.fault is None and witnesses.moved():
-            witnesses.fault = (
-                "parameters changed while contributions were pending: the optimizer was stepped, or weights written",
-                "manager.step(model, optimizer) instead of optimizer.step(); load weights between updates",
-            )
-        if witnesses.fault is not None:
-            seen, fix = witnesses.fault
-            raise MisuseError(seen, f"{fix}; manager.discard() drops what is pending")
-
-    def _require_gradients(self, binding: Binding, share: Share) -> None:
-        if share.empty or any(p.grad is not None for p in binding.parameters) or self._contributor.buffers:
-            return
-        raise MisuseError(
-            f"none of the {len(binding.parameters)} parameters of the model has a gradient, after {len(share)} "
-            "contributions",
-            "the loss was computed by another copy of the model, or from parameters the model had before it was moved "
-            "or replaced; or gradients were cleared by hand: leave zero_grad() out",
-        )
 
     def _verify(self, share: Share) -> None:
-        group = self._group
+        group = self._order.group
         if self._contributor.counted_examples is None:
             self._verification.hold(
                 share,
@@ -398,43 +330,11 @@ class MixedPrecisionManager:
                 self._account.attempted + 1,
             )
 
-    # --- groups, from their own side ---
-
-    def _close_group(self) -> None:
-        """Called before another group is fetched: the one before must have been used."""
-        group = self._group
-        if group is None:
-            return
-        if group.whole:
-            raise GroupError(
-                f"group {group.index + 1} was contributed but not stepped before the next one was asked for",
-                "manager.step(model, optimizer) after the loop over the group, or manager.discard()",
-            )
-        raise GroupError(
-            f"group {group.index + 1} is still open with {group.progress()} contributed, and another one was asked "
-            "for: the loop over it was left early, or groups were opened inside each other",
-            "let the loop over a group end and step it; manager.discard() drops the open one",
-        )
-
-    def _open_group(self, group: Group[Any]) -> None:
-        self._close_group()
-        if self._ledger.pending:
-            raise MisuseError(
-                f"{len(self._ledger.pending)} contributions made outside any group are pending, and a group was "
-                "opened: they have no common denominator",
-                "manager.step before the group begins, or manager.discard()",
-            )
-        self._group = group
-
     def _learn_device(self, device: torch.device) -> None:
         """The first loss tells the device; precision and scale follow."""
         self.precision.settle(device)
         self.scaler.refresh(self.precision.device_type, self.precision.scaled)
         self._updater.host = self._contributor.host = device.type == "cpu"
-
-    def _noticed(self, optimizer: str) -> None:
-        """An optimizer this manager steps was stepped by somebody else."""
-        self._witnesses.stepped(len(self._ledger.pending), optimizer)
 
     # --- settings, state, record ---
 
@@ -445,7 +345,7 @@ class MixedPrecisionManager:
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:
-        if self._ledger.pending or self._group is not None:
+        if self._ledger.pending or self._order.group is not None:
             raise MisuseError(
                 f"the loss scale was set with {len(self._ledger.pending)} contributions pending: they carry the old "
                 "one",
@@ -491,92 +391,32 @@ class MixedPrecisionManager:
 
     def policy(self) -> dict[str, Any]:
         """Every setting in force, defaults included."""
-        scaler = self.scaler
-        return {
-            "activated": self.activated,
-            "precision": repr(self.precision),
-            "max_norm": self.max_norm,
-            "scheduler_unit": self._schedule.unit,
-            "on_nonfinite": self.on_nonfinite,
-            "loss_scale": None
-            if not scaler.is_enabled()
-            else {
-                "scale": scaler.value,
-                "dynamic": scaler.dynamic,
-                "growth_factor": scaler.get_growth_factor(),
-                "backoff_factor": scaler.get_backoff_factor(),
-                "growth_interval": scaler.get_growth_interval(),
-                "min_scale": scaler.min_scale,
-            },
-            "replicas": self.replicas.describe(),
-            "monitor": self.monitor,
-        }
+        self._updater.settle()
+        return policy(self)
 
     def __repr__(self) -> str:
-        parts = []
-        for name, value in self.policy().items():
-            if isinstance(value, dict):
-                inner = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in value.items())
-                value = f"({inner})"
-            elif name == "loss_scale":
-                value = "none: only fp16 needs one"
-            parts.append(f"{name}={value}")
-        return f"MixedPrecisionManager({', '.join(parts)})"
+        return f"MixedPrecisionManager({in_words(policy(self))})"
 
     def state_dict(self, *, random_state: bool = False) -> dict[str, Any]:
         """Everything a new process needs to continue bit for bit, at an update boundary.
 
         "scaler" is a ``torch.amp.GradScaler`` state. ``random_state=True`` adds every generator's state, restored by
-        ``load_state_dict``. Model, optimizer and scheduler are saved by their own ``state_dict``.
+        ``load_state_dict``. Model, optimizer and scheduler are saved by their own ``state_dict``. With contributions
+        pending it raises :class:`~halfstep.errors.MisuseError`.
         """
         self._updater.settle()
-        if self._ledger.pending:
-            raise MisuseError(
-                f"state_dict() with {len(self._ledger.pending)} contributions pending: they are in the gradients, "
-                "which no checkpoint holds",
-                "save right after manager.step; in a flat loop, step the tail first (if manager.pending)",
-            )
-        state: dict[str, Any] = {
-            "version": STATE_VERSION,
-            "scaler": self.scaler.full_state(),
-            "scale_history": [dict(entry) for entry in self.scaler.history],
-            "scale_touches": self.scaler.touches,
-            "counters": self._account.counters(),
-            "position": self._position.state(),
-            "norms": self._journal.window(),
-        }
-        if random_state:
-            state["random_state"] = _random_state()
-        return state
+        return save(self, random_state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state of ``state_dict``, or a bare ``torch.amp.GradScaler`` state."""
-        if self._ledger.pending:
-            raise MisuseError(
-                f"load_state_dict() with {len(self._ledger.pending)} contributions pending",
-                "load before the first backward, or after manager.discard()",
-            )
+        """Load a state of ``state_dict``, or a bare ``torch.amp.GradScaler`` state.
+
+        The next ``groups`` goes on where the saved one was: the micro-batches used in its epoch are drawn and dropped.
+        """
         self._updater.settle()
+        load(self, state)
         self._schedule.forget()
-        if not state or "counters" not in state:
-            if state and not state.keys() >= _SCALER_STATE:
-                raise PolicyError(
-                    f"no state of a MixedPrecisionManager or a GradScaler: its keys are {sorted(map(str, state))}",
-                    "manager.load_state_dict(checkpoint['manager']) with what manager.state_dict() gave",
-                )
-            if state:
-                self.scaler.load_full_state(state, self._account.attempted)
-            return
-        if state["version"] > STATE_VERSION:
-            raise PolicyError(
-                f"the state has version {state['version']}, this halfstep reads up to {STATE_VERSION}",
-                "update halfstep",
-            )
-        self._account.load(state["counters"])
-        self.scaler.load_full_state(state["scaler"], self._account.attempted)
-        self.scaler.restore_history(state["scale_history"], state["scale_touches"])
-        self._contributor.weigh = self._account.attempted + 1 & self._account.attempted == 0
-        self._position.load(state["position"])
-        self._journal.load_window(state["norms"])
-        if "random_state" in state:
-            restore_random_state(state["random_state"])
+        self._contributor.weigh = _is_power_of_two(self._account.attempted + 1)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

@@ -77,7 +77,9 @@ class Verification:
         faults = [judge(i, [e for e in c if e[0].supervised != 0 and e[2] > 0.0]) for i, c in enumerate(columns)]
         found = [fault for fault in faults if fault is not None]
         if 0 < len(found) < len(faults):  # one scalar, several denominators, of which one was declared
-            self._journal.note("a term has another denominator", f"{found[0][0]}; give terms as a list, each its weight")
+            self._journal.note(
+                "a term has another denominator", f"{found[0][0]}; give terms as a list, each its weight"
+            )
             return None
         return found[0] if found else None
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 CLEARED = "leave zero_grad() out: manager.step clears the gradients after every update"
 
@@ -20,15 +21,13 @@ CLEARED = "leave zero_grad() out: manager.step clears the gradients after every 
 class Witness:
     """The parameter that stands for all others of one optimizer."""
 
-    def __init__(self, parameter: Tensor, *, remember: bool) -> None:
-        """``remember``: keep its value, to see whether it changes before the optimizer is known."""
+    def __init__(self, parameter: Tensor) -> None:
         count = self._count = [0]  # additions to the gradient, by whomever
         self._parameter = weakref.ref(parameter)
         self._handle = parameter.register_post_accumulate_grad_hook(lambda _: _increment(count))  # type: ignore[no-untyped-call]
         self._known = 0
         self._gradient: Tensor | None = None
         self._version = -1
-        self._value = parameter.detach().clone() if remember else None
         self.ids = frozenset((id(parameter),))
         self.sync()
 
@@ -73,18 +72,14 @@ class Witness:
             gradient = self._gradient = parameter.grad
             self._version = -1 if gradient is None else gradient._version
 
-    def moved(self) -> bool:
-        """Whether the remembered parameter has another value now; forgets it."""
-        value, self._value = self._value, None
-        parameter = self._parameter()
-        return parameter is not None and value is not None and not torch.equal(parameter.detach(), value)
-
 
 class Witnesses:
     """The witnesses of one manager, one for each optimizer it steps (before the first update: one for all)."""
 
     def __init__(self) -> None:
         self._all: list[Witness] = []
+        self._handle: Any = None
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.fault: tuple[str, str] | None = None
 
     def __bool__(self) -> bool:
@@ -102,14 +97,22 @@ class Witnesses:
             witness.sync()
 
     def first(self, leaves: Iterable[Tensor]) -> None:
-        """Before any optimizer is known: one of the parameters that the first backward reached."""
+        """Before any optimizer is known: one of the parameters that the first backward reached.
+
+        Whatever optimizer is stepped until the manager's own first update is remembered, should it be that one.
+        """
         having = [leaf for leaf in leaves if leaf.grad is not None]
         parameters: list[Tensor] = [leaf for leaf in having if isinstance(leaf, nn.Parameter)]
-        self._add(parameters or having, remember=True)
+        self._add(parameters or having)
+        if self._handle is None:
+            stepped = self._stepped
+            self._handle = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.add(optimizer))
 
-    def moved(self) -> bool:
-        moved = [witness.moved() for witness in self._all]  # each forgets its value
-        return any(moved)
+    def require_unstepped(self, optimizers: Iterable[torch.optim.Optimizer], pending: int) -> None:
+        """Keep a fault where one of these was stepped by hand before the manager knew it."""
+        for optimizer in optimizers:
+            if optimizer in self._stepped:
+                self.stepped(pending, type(optimizer).__name__)
 
     def keep(self, parameters: list[Tensor], ids: frozenset[int], known: Iterable[frozenset[int]]) -> None:
         """After an update: one for these parameters, none for parameters that no optimizer steps any more."""
@@ -121,7 +124,8 @@ class Witnesses:
                 witness.remove()
         self._all = alive
         if not any(witness.ids <= ids for witness in alive):
-            self._add([p for p in parameters if p.requires_grad], remember=False)
+            self._add([p for p in parameters if p.requires_grad])
+        self._forget_first()
         self.after()
 
     def stepped(self, pending: int, optimizer: str) -> None:
@@ -136,14 +140,19 @@ class Witnesses:
     def clear(self) -> None:
         """Forget what was seen: gradients were cleared on purpose."""
         self.fault = None
-        for witness in self._all:
-            witness.moved()
+        self._stepped.clear()
         self.after()
 
-    def _add(self, candidates: list[Tensor], *, remember: bool) -> None:
+    def _forget_first(self) -> None:
+        self._stepped.clear()
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _add(self, candidates: list[Tensor]) -> None:
         usable = [c for c in candidates if c.layout == torch.strided and type(c.data) is Tensor and c.is_leaf]
         if usable:
-            self._all.append(Witness(min(usable, key=lambda c: c.numel()), remember=remember))
+            self._all.append(Witness(min(usable, key=lambda c: c.numel())))
 
 
 def _increment(count: list[int]) -> None:

@@ -1,0 +1,146 @@
+"""The order the verbs are held to: what may follow what, and what was done in between by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from halfstep.engine.account import Account
+from halfstep.engine.binding import Binding
+from halfstep.engine.contribute import Contributor
+from halfstep.engine.group import Group
+from halfstep.engine.ledger import Share
+from halfstep.engine.position import Position
+from halfstep.engine.witness import Witnesses
+from halfstep.errors import GroupError, MisuseError
+
+
+class Order:
+    """Knows the open group and the pending contributions of one manager; refuses verbs out of place.
+
+    Nothing here changes parameters, optimizers or the loss scale.
+    """
+
+    def __init__(self, contributor: Contributor, position: Position, account: Account) -> None:
+        self.contributor = contributor
+        self.ledger = contributor.ledger
+        self.position = position
+        self.account = account
+        self.witnesses = Witnesses()
+        self.group: Group[Any] | None = None
+
+    def stepped_by_hand(self, optimizer: str) -> None:
+        """An optimizer this manager steps was stepped by somebody else."""
+        self.witnesses.stepped(len(self.ledger.pending), optimizer)
+
+    # --- backward ---
+
+    def contributed(self, empty: bool) -> None:
+        """A backward of the manager's own has run."""
+        if self.group is not None:
+            self.group.contributed = True
+        if empty:
+            return
+        if self.witnesses:
+            self.witnesses.after()
+        else:
+            self.witnesses.first(self.contributor.leaves)
+
+    # --- step ---
+
+    def share(self, binding: Binding) -> Share:
+        """The pending contributions of this optimizer; refuses an unfinished group and a step without backward."""
+        group = self.group
+        if group is not None and not group.whole:
+            raise GroupError(
+                f"step was called with {group.progress()} of group {group.index + 1} contributed: it would be divided "
+                "by the weight of all of them",
+                "let the loop over the group end before manager.step; after a break, manager.discard() drops the group",
+            )
+        share = self.ledger.share(binding.ids, None if group is None else group.weights)
+        if not share:
+            if self.ledger.pending:
+                raise MisuseError(
+                    f"none of the {len(self.ledger.pending)} pending contributions reached a parameter of this model",
+                    "step the model whose loss was given to backward",
+                )
+            raise MisuseError(
+                "step was called without a backward since the last one: there is nothing to update with",
+                "manager.backward(loss) first; in a flat loop, step only if manager.pending",
+            )
+        return share
+
+    def require_intact(self, binding: Binding) -> None:
+        """Raise what was noticed of verbs called by hand since the last update."""
+        witnesses = self.witnesses
+        witnesses.before(self.ledger.waits)
+        witnesses.require_unstepped(binding.optimizers, len(self.ledger.pending))
+        if witnesses.fault is not None:
+            seen, fix = witnesses.fault
+            raise MisuseError(seen, f"{fix}; manager.discard() drops what is pending")
+
+    def require_gradients(self, binding: Binding, share: Share) -> None:
+        """Raise where contributions reached no parameter that this optimizer would update."""
+        if share.empty or any(p.grad is not None for p in binding.parameters) or self.contributor.buffers:
+            return
+        raise MisuseError(
+            f"none of the {len(binding.parameters)} parameters of the model has a gradient, after {len(share)} "
+            "contributions",
+            "the loss was computed by another copy of the model, or from parameters the model had before it was moved "
+            "or replaced; or gradients were cleared by hand: leave zero_grad() out",
+        )
+
+    def settle(self, binding: Binding, share: Share, known: Iterable[frozenset[int]]) -> None:
+        """After an attempt: its contributions are used, their group is over once all are."""
+        self.ledger.settle(share)
+        self.contributor.leaves = []
+        self.witnesses.keep(binding.parameters, binding.ids, list(known))
+        group = self.group
+        if group is not None and not self.ledger.pending:
+            if group.short:
+                self.account.last_group(
+                    kept=True, micro_batches=len(group), size=group.size, examples=group.examples, ids=group.ids
+                )
+            self.position.micro_batches += len(group)
+            self.leave()
+
+    def drop(self) -> None:
+        """Forget what is pending; its gradients have been cleared."""
+        self.contributor.drop()
+        self.witnesses.clear()
+        self.leave()
+
+    def leave(self) -> None:
+        """Close the open group, if there is one."""
+        if self.group is not None:
+            self.group.leave()
+            self.group = None
+
+    # --- groups ---
+
+    def require_no_group(self) -> None:
+        """Called before another group is fetched: the one before must have been used."""
+        group = self.group
+        if group is None:
+            return
+        if group.whole:
+            raise GroupError(
+                f"group {group.index + 1} was contributed but not stepped before the next one was asked for",
+                "manager.step(model, optimizer) after the loop over the group, or manager.discard()",
+            )
+        raise GroupError(
+            f"group {group.index + 1} is still open with {group.progress()} contributed, and another one was asked "
+            "for: the loop over it was left early, or groups were opened inside each other",
+            "let the loop over a group end and step it; manager.discard() drops the open one",
+        )
+
+    def open(self, group: Group[Any]) -> None:
+        """A group has been fetched."""
+        self.require_no_group()
+        if self.ledger.pending:
+            raise MisuseError(
+                f"{len(self.ledger.pending)} contributions made outside any group are pending, and a group was "
+                "opened: they have no common denominator",
+                "manager.step before the group begins, or manager.discard()",
+            )
+        self.group = group

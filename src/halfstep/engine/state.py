@@ -1,0 +1,107 @@
+"""What a new process needs to continue bit for bit, and every setting in force."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from halfstep.engine.position import random_state as random_state_now
+from halfstep.engine.position import restore_random_state
+from halfstep.errors import MisuseError, PolicyError
+
+if TYPE_CHECKING:
+    from halfstep.engine.manager import MixedPrecisionManager
+
+VERSION = 1
+_SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+
+
+def save(manager: MixedPrecisionManager, random_state: bool) -> dict[str, Any]:
+    """The state of a manager at an update boundary."""
+    pending = manager.pending
+    if pending:
+        raise MisuseError(
+            f"state_dict() with {pending} contributions pending: they are in the gradients, which no checkpoint holds",
+            "save right after manager.step; in a flat loop, step the tail first (if manager.pending)",
+        )
+    state: dict[str, Any] = {
+        "version": VERSION,
+        "scaler": manager.scaler.full_state(),
+        "scale_history": [dict(entry) for entry in manager.scaler.history],
+        "scale_touches": manager.scaler.touches,
+        "counters": manager._account.counters(),
+        "position": manager._position.state(),
+        "norms": manager._journal.window(),
+    }
+    if random_state:
+        state["random_state"] = random_state_now()
+    return state
+
+
+def load(manager: MixedPrecisionManager, state: dict[str, Any]) -> None:
+    """Put a saved state, or a bare GradScaler's, into a manager."""
+    if manager.pending:
+        raise MisuseError(
+            f"load_state_dict() with {manager.pending} contributions pending",
+            "load before the first backward, or after manager.discard()",
+        )
+    account, scaler = manager._account, manager.scaler
+    if "counters" not in state:
+        if state and not state.keys() >= _SCALER:
+            raise PolicyError(
+                f"no state of a MixedPrecisionManager or a GradScaler: its keys are {sorted(map(str, state))}",
+                "manager.load_state_dict(checkpoint['manager']) with what manager.state_dict() gave",
+            )
+        if state:  # a disabled GradScaler's is empty
+            scaler.load_full_state(state, account.attempted)
+        return
+    if state["version"] > VERSION:
+        raise PolicyError(
+            f"the state has version {state['version']}, this halfstep reads up to {VERSION}",
+            "load it with the halfstep that wrote it, or a newer one",
+        )
+    account.load(state["counters"])
+    scaler.load_full_state(state["scaler"], account.attempted)
+    scaler.restore_history(state["scale_history"], state["scale_touches"])
+    manager._position.load(state["position"])
+    manager._journal.load_window(state["norms"])
+    if "random_state" in state:
+        restore_random_state(state["random_state"])
+
+
+def policy(manager: MixedPrecisionManager) -> dict[str, Any]:
+    """Every setting in force, defaults included."""
+    scaler = manager.scaler
+    scale = None
+    if scaler.is_enabled():
+        scale = {
+            "scale": scaler.value,
+            "dynamic": scaler.dynamic,
+            "growth_factor": scaler.get_growth_factor(),
+            "backoff_factor": scaler.get_backoff_factor(),
+            "growth_interval": scaler.get_growth_interval(),
+            "min_scale": scaler.min_scale,
+        }
+    return {
+        "activated": manager.activated,
+        "precision": repr(manager.precision),
+        "max_norm": manager.max_norm,
+        "scheduler_unit": manager.scheduler_unit,
+        "on_nonfinite": manager.on_nonfinite,
+        "loss_scale": scale,
+        "replicas": manager.replicas.describe(),
+        "monitor": manager.monitor,
+    }
+
+
+def in_words(settings: dict[str, Any]) -> str:
+    """The policy on one line."""
+    parts = []
+    for name, value in settings.items():
+        shown = value
+        if isinstance(value, dict):
+            inner = ", ".join(f"{k} {v:g}" if isinstance(v, float) else f"{k} {v}" for k, v in value.items())
+            shown = f"({inner})"
+        elif name == "loss_scale":
+            shown = "none: only fp16 needs one"
+        parts.append(f"{name}={shown}")
+    return ", ".join(parts)
