@@ -272,7 +272,7 @@ class ClosureWithScaler(BaseCheck):
 
     def updated(self, update: Update, story: Story) -> Iterable[Finding]:
         attempt, now = update.attempt, carried(update)
-        if not attempt.closure or attempt.divided_by is not None or not now.scaled or is_two_step(update):
+        if not attempt.closure or attempt.divided_by is not None or not now.scaled:
             return
         yield Finding(
             rule="closure-optimizer-with-scaler",
@@ -300,8 +300,10 @@ class TwoStepWithScaler(BaseCheck):
                 yield self._finding(event.method, event.at, now.scale, stale=now.unscaled is not None)
 
     def updated(self, update: Update, story: Story) -> Iterable[Finding]:
-        now = carried(update)
-        if not now.scaled or now.scale is None or update.attempt.divided_by is not None or not is_two_step(update):
+        attempt, now = update.attempt, carried(update)
+        if attempt.closure or attempt.divided_by is not None or not is_two_step(update):
+            return  # an optimizer that runs a closure moves parameters between evaluations, too
+        if not now.scaled or now.scale is None:
             return
         halves = [e for e in update.between if isinstance(e, HalfUpdate)]
         if halves and any(carried(update, e.seq).scaled for e in halves):

@@ -111,7 +111,8 @@ class ClipAfterUpdate(BaseCheck):
 
     def updated(self, update: Update, story: Story) -> Iterable[Finding]:
         self._last = update.optimizer
-        clipped = any(isinstance(e, Clipped) for e in update.between)
+        first = min((c.seq for c in update.live), default=0)
+        clipped = any(isinstance(e, Clipped) and e.seq > first for e in update.between)
         self._unclipped[update.optimizer] = bool(update.live) and not clipped
         return ()
 

@@ -18,7 +18,8 @@ _RECENT = 32
 _OFTEN = 3  # skips among the recent attempts
 _WILD = 8  # skips at a scale far below one that updates were applied at
 _FAR = 8.0
-_GREW = 10.0
+_GREW = 10.0  # times the first value
+_FOLLOWED = 2.0  # times the weights' first norm, where the loss grew too
 
 
 class NonfiniteUpdateApplied(BaseCheck):
@@ -74,12 +75,8 @@ class _Run:
     optimizer: int = 0
     made_by: Counter[tuple[Place | None, str, str, str]] = field(default_factory=Counter)
     example: dict[tuple[Place | None, str, str, str], NonFinite] = field(default_factory=dict)
-    losses: list[float] = field(default_factory=list)
-    loss: float | None = None  # the largest since the first few
-    weights: list[float] = field(default_factory=list)
-    weight: float | None = None
-    norms: list[float] = field(default_factory=list)
-    norm: float | None = None
+    losses: list[float] = field(default_factory=list)  # without the scale: the first, the largest
+    weights: list[float] = field(default_factory=list)  # the parameters' norm: the first, the last
     told: bool = False
 
 
@@ -129,10 +126,7 @@ class LossScaleCollapse(BaseCheck):
         if event.loss is None or not event.scale or not math.isfinite(event.loss):
             return
         loss = abs(event.loss / event.scale)
-        if len(run.losses) < 4:
-            run.losses.append(loss)
-        else:
-            run.loss = max(run.loss or 0.0, loss)
+        run.losses[1:] = [max([loss, *run.losses[1:]])]
 
     def updated(self, update: Update, story: Story) -> Iterable[Finding]:
         attempt = update.attempt
@@ -153,19 +147,10 @@ class LossScaleCollapse(BaseCheck):
         else:
             run.row = 0
             run.best = max(run.best, run.scale or 0.0)
-            self._grow(run, attempt.weights, attempt.norm)
+            if attempt.weights is not None and math.isfinite(attempt.weights):
+                run.weights[1:] = [attempt.weights]
         self._nonfinite.clear()
         return ()
-
-    @staticmethod
-    def _grow(run: _Run, weights: float | None, norm: float | None) -> None:
-        for value, first, name in ((weights, run.weights, "weight"), (norm, run.norms, "norm")):
-            if value is None or not math.isfinite(value):
-                continue
-            if len(first) < 2:
-                first.append(value)
-            else:
-                setattr(run, name, value)
 
     @staticmethod
     def _settling(run: _Run) -> int:
@@ -220,8 +205,8 @@ class LossScaleCollapse(BaseCheck):
                 "falls": run.falls,
                 "skips_in_a_row": run.longest,
                 "grew": grew or None,
-                "weights": [*run.weights[:1], run.weight],
-                "losses": [*run.losses[:1], run.loss],
+                "weights": run.weights,
+                "losses": run.losses,
             },
             fix=fix,
             operator=(origin.node or origin.operator) if origin is not None else None,
@@ -230,15 +215,18 @@ class LossScaleCollapse(BaseCheck):
 
     @staticmethod
     def _growth(run: _Run) -> str:
-        grown = []
-        for name, first, last in (
-            ("weights", run.weights, run.weight),
-            ("the loss", run.losses, run.loss),
-            ("gradients", run.norms, run.norm),
-        ):
-            if first and last is not None and last > _GREW * max(max(first), 1e-12):
-                grown.append(f"{name} grew from {max(first):.3g} to {last:.3g}")
+        """What grew before the collapse, in words; empty where nothing did."""
+        weights, losses = _ratio(run.weights), _ratio(run.losses)
+        if weights < _FOLLOWED or max(weights, losses) < _GREW:
+            return ""
+        grown = [f"the weights' norm grew from {run.weights[0]:.3g} to {run.weights[1]:.3g}"]
+        if losses >= _GREW:
+            grown.append(f"the loss from {run.losses[0]:.3g} to {run.losses[1]:.3g}")
         return " and ".join(grown)
+
+
+def _ratio(ends: list[float]) -> float:
+    return ends[1] / ends[0] if len(ends) == 2 and ends[0] > 0 else 1.0
 
 
 def describe(event: NonFinite) -> str:

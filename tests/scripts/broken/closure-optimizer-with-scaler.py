@@ -1,0 +1,22 @@
+"""LBFGS runs its closure on a scaled loss."""
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+net = nn.Linear(3, 1)
+x = torch.randn(12, 3)
+opt = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)
+scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+
+
+def closure() -> torch.Tensor:
+    opt.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = nn.functional.mse_loss(net(x), x.sum(1, keepdim=True))
+    scaler.scale(loss).backward()
+    return loss
+
+
+for _ in range(3):
+    opt.step(closure)  # expect: closure-optimizer-with-scaler
