@@ -33,6 +33,7 @@ class Backwards:
         autocasts: Autocasts,
         losses: Losses,
         halves: Halves,
+        culprit: Culprit,
     ) -> None:
         self._session = session
         self._losses = losses
@@ -41,7 +42,7 @@ class Backwards:
         self._autocasts = autocasts
         self._halves = halves
         self._underflow = Underflow(session)
-        self._culprit = Culprit(session)
+        self._culprit = culprit
         self._depth = 0
         self._described: dict[str, Any] = {}  # what the running backward's loss was before its graph is gone
 
@@ -49,7 +50,6 @@ class Backwards:
         patches.around(torch.autograd, "backward", self._before, self._after, self._failed)
         patches.around(torch.autograd, "grad", None, self._after_grad)
         self._underflow.install(patches)
-        self._culprit.install(patches)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Weighing] | None:
         self._depth += 1
@@ -81,7 +81,8 @@ class Backwards:
         self._gradients.contributed(changes, mark)
         lost, lost_by = self._underflow.taken() or (None, None)
         if self._session.look.is_open:
-            self._culprit.trace(roots, [g for change in changes.values() for g in change.touched])
+            touched = [g for change in changes.values() for g in change.touched]
+            self._culprit.trace(roots, touched, None if mark is None else mark.scale)
         opaque = next((w.opaque for w in token if w.opaque), None if token else "no graph")
         draft = self._session.stream.emit(
             Contribution,

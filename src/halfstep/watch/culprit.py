@@ -1,172 +1,272 @@
-"""Who made the first non-finite value that mattered, forward or backward.
+"""Who made the first non-finite value that mattered, forward or backward, and why.
 
-In a micro-batch that is looked at, the largest magnitude of every operator's output is kept (on its device), with the
-operators whose outputs it read. After backward the trace starts at what mattered, the loss or a gradient, and follows
-non-finite inputs upwards to the operator whose own inputs were finite: so masks filled with -inf and memory nobody
-read name nobody. The line of a gradient operator is that of its forward operator: both bear one sequence number.
+After a backward that was looked at, the search starts at what mattered, the loss or a gradient, and follows non-finite
+inputs upwards (see `provenance`) to the operator whose own inputs were finite: so masks filled with -inf and memory
+nobody read name nobody. An overflow that a later operator hid matters where FP32 would have given that operator's
+output another value (see `silence`). The line of a gradient operator is that of its forward operator.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfstep.events import NonFinite, Place
-from halfstep.watch.look import Operation
+from halfstep.watch.gradients import Gradients
+from halfstep.watch.notes import Notes
 from halfstep.watch.patches import Patches
-from halfstep.watch.stream import read
+from halfstep.watch.paths import Paths
+from halfstep.watch.positions import Positions
+from halfstep.watch.provenance import Origin, Provenance
+from halfstep.watch.ranges import HALF, MEASURED, address
+from halfstep.watch.silence import Silence
+from halfstep.watch.totals import Totals
+from halfstep.watch.twins import Twins
 
 if TYPE_CHECKING:
     from halfstep.watch.session import Session
 
-_KEPT = 20_000  # operators and lines remembered, when no backward comes
-_UNWRITTEN = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"))
-INPUT = "input"
-
-
-class Made(NamedTuple):
-    """One operator's output: how large it was, and the outputs it was made of (by their number)."""
-
-    operator: str
-    node: str | None
-    at: Place | None
-    dtype: torch.dtype
-    peak: torch.Tensor
-    parents: tuple[int, ...]
+MOVES = frozenset(
+    (
+        *("_to_copy", "copy_", "clone", "index", "index_select", "gather", "stack", "cat", "embedding"),
+        *("where", "fill_", "masked_fill", "masked_fill_", "index_put_", "slice_scatter", "select_scatter"),
+        *("repeat", "roll", "flip", "take", "constant_pad_nd", "masked_select", "full", "full_like"),
+        *("scalar_tensor", "leaf", "argument"),
+    )
+)
+_REDUCTIONS = frozenset(
+    (
+        *("sum", "mean", "nansum", "var", "std", "var_mean", "norm", "linalg_vector_norm", "cumsum"),
+        *("logsumexp", "prod", "mse_loss", "smooth_l1_loss", "huber_loss", "nll_loss_forward", "dot", "trace"),
+        *("logcumsumexp",),
+    )
+)
+_LOGS = frozenset(("log", "log2", "log10", "log1p", "logit", "div", "reciprocal", "special_xlogy", "xlogy"))
+_NEAR = 6  # generations up in which the reason for a zero is looked for
 
 
 class Culprit:
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, gradients: Gradients) -> None:
         self._session = session
-        self._made: list[Made] = []
-        self._writer: dict[int, int] = {}  # storage -> number of what was last written to it
-        self._lines: dict[int, Place | None] = {}  # autograd sequence number -> line of the forward operator
-        self._sequence = 0
+        self.paths = Paths(session)
+        self.provenance = Provenance(session, self.paths, gradients)
+        self.silence = Silence(session, self.provenance)
+        self.notes = Notes(session, self.provenance)
+        self.twins = Twins(session, self.provenance)
+        self._others = (Positions(session, self.provenance), Totals(session, gradients, self.provenance))
 
     def install(self, patches: Patches) -> None:
-        self._session.look.lenses.append(self)
-
-    # -- while looking -------------------------------------------------------------------------------------------
-
-    def before(self, operation: Operation) -> None:
-        """What an operator overwrites must be known before it does."""
-        self._inputs(operation, frozenset())
-
-    def after(self, operation: Operation) -> None:
-        outs = [t for t in _flat(operation.out) if t.is_floating_point() and t.layout is torch.strided and t.numel()]
-        node = torch._C._current_autograd_node()
-        if node is None:
-            self._note_line(operation)
-        if not outs:
+        if self.provenance in self._session.look.lenses:
             return
-        name = operation.name
-        written = frozenset(_storage(t) for t in outs)
-        if name in _UNWRITTEN:
-            for key in written:
-                self._writer.pop(key, None)
-            return
-        if not operation.mutates and any(_storage(t) in written for t in _strided(operation.tensors())):
-            return  # a view: what was written to its storage is known by the storage
-        parents = self._inputs(operation, written)
-        at, label = operation.at, None
-        if node is not None:
-            label = node.name()
-            at = self._lines.get(node._sequence_nr(), at)
-        if len(self._made) > _KEPT:
-            self.forget()
-            parents = ()
-        for tensor in outs:
-            self._writer[_storage(tensor)] = len(self._made)
-            self._made.append(Made(name, label, at, tensor.dtype, _peak(tensor), parents))
+        self.paths.entries.append(self.provenance)
+        for part in (self.paths, self.provenance, self.silence, self.notes, self.twins, *self._others):
+            part.install(patches)
 
-    def _note_line(self, operation: Operation) -> None:
-        number = torch.autograd._get_sequence_nr()
-        if number == self._sequence:
-            return
-        for made in range(max(self._sequence, number - 8), number):
-            self._lines[made] = operation.at
-        self._sequence = number
-        while len(self._lines) > _KEPT:
-            del self._lines[next(iter(self._lines))]
-
-    def _inputs(self, operation: Operation, written: frozenset[int]) -> tuple[int, ...]:
-        parents = []
-        for tensor in _strided(operation.tensors()):
-            key = _storage(tensor)
-            number = self._writer.get(key)
-            if number is None and key not in written and tensor.is_floating_point() and tensor.numel():
-                number = self._writer[key] = len(self._made)
-                self._made.append(Made(INPUT, None, operation.at, tensor.dtype, _peak(tensor), ()))
-            if number is not None:
-                parents.append(number)
-        return tuple(parents)
+    def remove(self) -> None:
+        self.paths.remove()
 
     def line(self, node: Any) -> Place | None:
         """The line of the forward operator that this autograd node belongs to, where it was looked at."""
-        return self._lines.get(node._sequence_nr())
+        known = self.provenance.line(node)
+        return None if known is None else known.at
 
-    # -- after backward ------------------------------------------------------------------------------------------
+    def trace(
+        self, roots: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor], scale: torch.Tensor | None = None
+    ) -> None:
+        """Emit who made the non-finite value that reached the loss or a gradient, if one did; forget the rest.
 
-    def trace(self, roots: Sequence[torch.Tensor], gradients: Iterable[torch.Tensor]) -> None:
-        """Emit who made the non-finite value that reached the loss or a gradient, if one did; forget the rest."""
-        if not self._made:
-            return
-        peaks = read([m.peak for m in self._made])
-        if not all(map(math.isfinite, peaks)):
-            ends = [self._writer.get(_storage(t)) for t in _strided(roots)]
-            if not any(n is not None and not math.isfinite(peaks[n]) for n in ends):
-                ends = [self._writer.get(_storage(t)) for t in _strided(gradients)]
-            bad = [n for n in ends if n is not None and not math.isfinite(peaks[n])]
-            if bad:
-                self._tell(self._origin(min(bad), peaks), peaks)
-        self.forget()
-
-    def _origin(self, number: int, peaks: list[float]) -> int:
-        while True:
-            bad = [p for p in self._made[number].parents if p < number and not math.isfinite(peaks[p])]
+        ``scale``: the loss scale that the roots carry.
+        """
+        try:
+            self.notes.tell()
+            self.twins.tell(scale, self._names())
+            ends = [o for o in map(self.provenance.of, roots) if o is not None]
+            reached = "loss"
+            bad = [o for o in ends if not o.finite]
             if not bad:
-                return number
-            number = min(bad)
+                reached = "gradient"
+                bad = [o for o in map(self.provenance.of, gradients) if o is not None and not o.finite]
+            if bad:
+                first = min(sources(bad), key=lambda o: o.number)
+                self._tell(first, reached, None if scale is None else float(scale))
+            elif self.silence.ruined:
+                self._tell_silent(ends)
+        finally:
+            self.provenance.cut()
+            self.silence.clear()
 
-    def _tell(self, number: int, peaks: list[float]) -> None:
-        made = self._made[number]
-        inputs = [abs(peaks[p]) for p in made.parents]
+    # -- what happened -------------------------------------------------------------------------------------------
+
+    def _tell_silent(self, ends: list[Origin]) -> None:
+        """Overflows that a later operator hid, where that operator's output went into the loss."""
+        above = _ancestors(ends)
+        for origin, ruin in self.silence.ruined:
+            if id(ruin.origin) in above:
+                self._tell(origin, "output", None, absorbed=ruin.origin.name, share=ruin.share)
+                return
+
+    def _tell(self, origin: Origin, reached: str, scale: float | None, **more: Any) -> None:
+        if origin.facts.get("told"):
+            return  # it went on from there, through parameters or a state that is carried
+        origin.facts["told"] = True
+        cause, at, fields = self._reason(origin)
+        if cause == "carried":
+            return
+        limit = torch.finfo(origin.dtype).max if origin.dtype in MEASURED else None
         self._session.stream.emit(
             NonFinite,
-            at=made.at,
-            operator=made.operator,
-            phase="forward" if made.node is None else "backward",
-            node=made.node,
-            value="nan" if math.isnan(peaks[number]) else "inf",
-            dtype=str(made.dtype).removeprefix("torch."),
-            peak=max(inputs) if inputs else None,
+            at=at,
+            operator="input" if origin.name in ("leaf", "argument") else origin.name,
+            phase="forward" if origin.node is None else "backward",
+            node=origin.node,
+            value="nan" if origin.nan else "inf",
+            dtype=str(origin.dtype).removeprefix("torch."),
+            peak=origin.facts.get("peak"),
+            limit=limit,
+            exact=origin.facts.get("exact"),
+            module=origin.path,
+            reached=reached,
+            scale=scale,
+            cause=cause,
+            in_optimizer="busy" in origin.facts,
+            **{**fields, **more},
         )
 
-    def forget(self) -> None:
-        self._made.clear()
-        self._writer.clear()
+    def _reason(self, origin: Origin) -> tuple[str, Place | None, dict[str, Any]]:
+        """Why this operator made it: the cause's name, the line to be named, and its numbers."""
+        facts = origin.facts
+        if origin.number <= self.provenance.start or origin.name in ("leaf", "argument"):
+            return self._from_before(origin)
+        if "masked" in facts and origin.nan:
+            return "masked", origin.at, {"count": facts["masked"][0], "of": facts["masked"][1]}
+        near = list(origin.upstream(_NEAR))
+        masked = next((o for o in near if "masked" in o.facts), None)
+        if masked is not None and origin.nan and facts.get("born_of_inf"):
+            return "masked", masked.at, {"count": masked.facts["masked"][0], "of": masked.facts["masked"][1]}
+        if "constant" in facts:
+            return "constant", origin.at, {"constant": facts["constant"]}
+        epsilon = next((o for o in near if "epsilon" in o.facts), None)
+        if epsilon is not None and not _is_overflow(origin):
+            return "epsilon", epsilon.at, {"constant": epsilon.facts["epsilon"], "hint": str(epsilon.dtype)[6:]}
+        rounded = next((o for o in near if "saturated" in o.facts), None)
+        if rounded is not None and (origin.name in _LOGS or origin.node is not None) and not _is_overflow(origin):
+            return "probability", origin.at, {"hint": rounded.name, "count": rounded.facts["saturated"]}
+        if facts.get("empty"):
+            return "nothing", origin.at, {}
+        if origin.node is None and origin.path is None and not origin.grad and _is_fed(origin):
+            return "input", origin.at, {"hint": origin.name}
+        if origin.name in _REDUCTIONS and origin.dtype in HALF and not origin.nan and _is_overflow(origin):
+            return "reduction", origin.at, {}
+        return "operator", origin.at, {}
+
+    def _from_before(self, origin: Origin) -> tuple[str, Place | None, dict[str, Any]]:
+        facts = origin.facts
+        fields = {"count": facts.get("wrong"), "of": facts.get("elements")}
+        parameter = self._parameter(origin.key)
+        if parameter is not None:
+            return "parameter", origin.at, {"hint": parameter, **fields}
+        if origin.name in ("leaf", "argument"):
+            return "input", origin.at, {"hint": _counted(facts), **fields}
+        if origin.grad or origin.path is not None or origin.node is not None or "busy" in facts:
+            return "carried", origin.at, {}
+        return "input", origin.at, {"hint": origin.name}
+
+    def _names(self) -> dict[int, str]:
+        """Names of parameters, by id."""
+        return {
+            id(parameter): f"{self.paths.name(root)}.{name}"
+            for root in self.paths.roots()
+            for name, parameter in root.named_parameters()
+        }
+
+    def _parameter(self, key: int) -> str | None:
+        """The name of the parameter in this storage."""
+        for root in self.paths.roots():
+            for name, parameter in root.named_parameters():
+                if address(parameter) == key:
+                    return f"{self.paths.name(root)}.{name}"
+        for _, optimizer in self._session.ledger.optimizers():
+            for group in optimizer.param_groups:
+                for index, parameter in enumerate(group["params"]):
+                    if address(parameter) == key:
+                        return f"parameter {index}"
+        return None
 
 
-def _peak(tensor: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        peak: torch.Tensor = torch.linalg.vector_norm(tensor.detach(), float("inf"))
-    return peak
+def sources(ends: Iterable[Origin]) -> list[Origin]:
+    """The origins of what is not finite in ``ends``: those whose own inputs were finite."""
+    found: dict[int, Origin] = {}
+    seen: set[int] = set()
+    queue = list(ends)
+    while queue:
+        origin = queue.pop()
+        if id(origin) in seen:
+            continue
+        seen.add(id(origin))
+        if not origin.bad:
+            found[id(origin)] = origin
+            continue
+        causes: Sequence[Origin] = origin.bad
+        if origin.nan:
+            causes = [o for o in origin.bad if o.nan]
+            if not causes:  # NaN of infinities: were those meant?
+                causes = [o for o in sources(origin.bad) if not _is_meant(o)]
+                if not causes:
+                    origin.facts["born_of_inf"] = True
+                    found[id(origin)] = origin
+                    continue
+        if origin.name == "argument" and all(_moved_only(o) for o in sources(causes)):
+            found[id(origin)] = origin
+            continue
+        queue.extend(causes)
+    return list(found.values())
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _is_meant(origin: Origin) -> bool:
+    """An infinity put there on purpose: a fill with -inf, a mask made elsewhere."""
+    if origin.facts.get("meant") or math.isinf(origin.facts.get("filled", 0.0)):
+        return True
+    return origin.name in ("leaf", "argument") and not origin.nan and origin.high <= 0.0
 
 
-def _strided(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [t for t in tensors if t.layout is torch.strided]
+def _moved_only(origin: Origin) -> bool:
+    return origin.name in MOVES and "exact" not in origin.facts
 
 
-def _flat(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [v for v in value if isinstance(v, torch.Tensor)]
-    return []
+def _is_fed(origin: Origin) -> bool:
+    """Computed before any module ran and without a graph: part of making the micro-batch."""
+    return not any(o.grad or o.path is not None for o in origin.upstream(_NEAR))
+
+
+def _is_overflow(origin: Origin) -> bool:
+    """FP32 has room for what half precision has not."""
+    exact = origin.facts.get("exact")
+    return exact is not None and math.isfinite(exact)
+
+
+def _ancestors(ends: Iterable[Origin]) -> set[int]:
+    seen: set[int] = set()
+    queue = list(ends)
+    while queue:
+        origin = queue.pop()
+        if id(origin) not in seen:
+            seen.add(id(origin))
+            queue.extend(origin.inputs)
+    return seen
+
+
+def _counted(facts: dict[str, Any]) -> str:
+    """ "3 NaN in 2 of 20 rows, columns 5 and 8" """
+    kind = "NaN" if facts.get("nans") == facts.get("wrong") else "infinite" if not facts.get("nans") else "NaN or inf"
+    words = f"{facts.get('wrong', 0)} {kind} of {facts.get('elements', 0)} elements"
+    if "rows" in facts:
+        words += f" in {facts['rows']} of {facts['of_rows']} rows (the first is row {facts['first_row']})"
+    columns = facts.get("columns", ())
+    if columns and facts["of_columns"] <= len(columns):
+        words += f", column{'s' if len(columns) > 1 else ''} {' and '.join(map(str, columns))}"
+    if "argument" in facts:
+        words = f"argument {facts['argument']} of {facts['module']}: {words}"
+    return words

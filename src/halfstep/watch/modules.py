@@ -10,6 +10,7 @@ import functools
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,6 +37,7 @@ class Modules:
         self._facts: dict[int, tuple[int, tuple[int, ...]]] = {}  # root -> optimizers known, those that own of it
         self._inputs: dict[int, weakref.ref[torch.Tensor]] = {}
         self.roots: dict[int, weakref.ref[torch.nn.Module]] = {}
+        self.entries: list[Callable[[torch.nn.Module, Any, Any, Place | None], None]] = []  # told of each root's call
 
     def install(self, patches: Patches) -> None:
         original = torch.nn.Module.__call__
@@ -108,13 +110,16 @@ class Modules:
         if known is None:
             self.roots[ident] = weakref.ref(module)
             self._seen(module, ident)
+        at = self._session.place()
+        for entry in self.entries:
+            entry(module, args, kwargs, at)
         mode = self._modes.get(id(module))
         before = self._inputs.get(ident)
         if first is not None:
             self._inputs[ident] = weakref.ref(first)
         self._session.stream.emit(
             ModuleCalled,
-            at=self._session.place(),
+            at=at,
             module=ident,
             type=type(module).__name__,
             training=module.training,

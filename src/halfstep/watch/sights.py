@@ -14,6 +14,7 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.averages import Averages
     from halfstep.watch.backwards import Backwards
     from halfstep.watch.compiled import Compiled
+    from halfstep.watch.culprit import Culprit
     from halfstep.watch.frozen import Frozen
     from halfstep.watch.gradients import Gradients
     from halfstep.watch.halves import Halves
@@ -24,6 +25,7 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.modules import Modules
     from halfstep.watch.optimizers import Optimizers
     from halfstep.watch.parameters import Parameters
+    from halfstep.watch.poison import Poison
     from halfstep.watch.rounding import Rounding
     from halfstep.watch.scalers import Scalers
     from halfstep.watch.schedulers import Schedulers
@@ -36,6 +38,7 @@ def sights(session: Session) -> Sequence[Sight]:
     parameters = Parameters(session, gradients)
     modules = Modules(session, autocasts)
     losses = Losses(session)
+    culprit = Culprit(session, gradients)
     return (
         Compiled(session),
         Optimizers(session, gradients, scalers, halves),
@@ -44,7 +47,9 @@ def sights(session: Session) -> Sequence[Sight]:
         Hands(session, gradients),
         halves,
         losses,
-        Backwards(session, gradients, scalers, autocasts, losses, halves),
+        Backwards(session, gradients, scalers, autocasts, losses, halves, culprit),
+        culprit,
+        Poison(session, culprit.paths, culprit.provenance, modules),
         Schedulers(session),
         Loaders(session),
         parameters,
