@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from halfstep.events import Event, Place
+from halfstep.events import Event, Fault, Place
 
 
 class Late:
@@ -78,9 +78,15 @@ class Stream:
                 fields = {k: known[id(v)] if isinstance(v, Late) else v for k, v in draft.fields.items()}
                 draft.fields = fields
             for draft in drafts:
-                if draft.finish is not None:
-                    draft.finish(draft.fields, [next(numbers) for _ in draft.tensors])
-                self._release(draft.kind(**draft.fields))
+                own = [next(numbers) for _ in draft.tensors]
+                try:
+                    if draft.finish is not None:
+                        draft.finish(draft.fields, own)
+                    event = draft.kind(**draft.fields)
+                except Exception as error:  # a failure of ours must not reach the run
+                    words = f"{type(error).__name__}: {error}"[:500]
+                    event = Fault(seq=draft.fields["seq"], where=f"finishing {draft.kind.__name__}", message=words)
+                self._release(event)
         finally:
             self._flushing = False
             self._flushed = time.monotonic()
