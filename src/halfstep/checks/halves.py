@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.story import Story
-from halfstep.events import Contribution, Event, Finding, MomentSampled, OptimizerMade, ParametersSampled
+from halfstep.events import Contribution, Event, Finding, ModuleCalled, MomentSampled, OptimizerMade, ParametersSampled
 
 _UPDATES = 8  # attempts after which what never moved counts
 _STILL = 0.5  # of the driven elements
@@ -24,7 +24,8 @@ class HalfParameters(BaseCheck):
         self._made: dict[int, OptimizerMade] = {}
         self._samples: dict[int, ParametersSampled] = {}
         self._moments: dict[tuple[int, str], MomentSampled] = {}
-        self._autocast: dict[int, str] = {}
+        self._autocast: dict[int, str] = {}  # optimizer -> half dtype of the region its modules were called in
+        self._called: set[int] = set()
 
     def see(self, event: Event, story: Story) -> Iterable[Finding]:
         match event:
@@ -36,9 +37,13 @@ class HalfParameters(BaseCheck):
                 old = self._moments.get((event.optimizer, event.key))
                 if old is None or event.updates > old.updates or _distance(event) > _distance(old):
                     self._moments[(event.optimizer, event.key)] = event
-            case Contribution() if event.autocast is not None:
-                for ident in event.optimizers:
-                    self._autocast[ident] = event.autocast
+            case ModuleCalled() if event.grad_enabled:
+                self._called.update(event.optimizers)
+                if event.autocast is not None:
+                    self._autocast.update(dict.fromkeys(event.optimizers, event.autocast))
+            case Contribution() if event.autocast is not None:  # a forward without a module of its own
+                free = [i for i in event.optimizers if i not in self._called]
+                self._autocast.update(dict.fromkeys(free, event.autocast))
             case _:
                 pass
         return ()

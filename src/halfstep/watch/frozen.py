@@ -82,6 +82,7 @@ class Frozen:
         self._modules = modules
         self._cleared: dict[int, int] = {}  # id(parameter) -> version of its gradient after zero_grad
         self._idle: dict[int, int] = {}  # id(parameter) -> attempts without a contribution
+        self._times: dict[tuple[int, str], int] = {}  # how often suspects were compared
         self._suspects: list[tuple[torch.Tensor, torch.Tensor, str]] = []
         self._masked: dict[int, _Masked] = {}
         self._made: OrderedDict[int, tuple[Place | None, _Region, int]] = OrderedDict()  # by address
@@ -163,7 +164,7 @@ class Frozen:
         suspects, self._suspects = self._suspects, []
         for why in dict.fromkeys(w for _, _, w in suspects):
             chosen = [(p, old) for p, old, w in suspects if w == why]
-            self._compare(ident, chosen, why, number)
+            self._compare(ident, chosen, why)
         for key, masked in list(self._masked.items()):
             parameter = masked.parameter()
             if parameter is None:
@@ -171,8 +172,10 @@ class Frozen:
             elif masked.attempts >= _SURE and masked.attempts & (masked.attempts + 1) == 0:
                 self._compare_masked(ident, parameter, masked)
 
-    def _compare(self, ident: int, chosen: list[tuple[torch.Tensor, torch.Tensor]], why: str, number: int) -> None:
-        if number > _SPARSE and number & (number - 1):
+    def _compare(self, ident: int, chosen: list[tuple[torch.Tensor, torch.Tensor]], why: str) -> None:
+        idle = max([1, *(self._idle.get(id(p), 0) for p, _ in chosen)])
+        times = self._times[(ident, why)] = self._times.get((ident, why), 0) + 1
+        if times & (times - 1) and idle % _IDLE:
             return
         with torch.no_grad():
             changes = torch.stack([(_pick(p) - old).abs().amax().float() for p, old in chosen if old.numel()])
@@ -186,7 +189,7 @@ class Frozen:
             parameters=Late((changes > 0).sum(), int),
             why=why,
             name=self._modules.name(chosen[0][0]),
-            updates=max([1, *(self._idle.get(id(p), 0) for p, _ in chosen)]),
+            updates=idle,
             change=Late(changes.amax()),
         )
 
