@@ -7,6 +7,7 @@ and puts back (several tasks, private training) are left alone.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -50,7 +51,6 @@ class _Group:
 
     clears: list[_Clear] = field(default_factory=list)
     nonfinite: Place | None = None
-    spoiled: Place | None = None  # where contributions were added to gradients known to be non-finite
     moved: ParametersChanged | None = None
     moves: list[tuple[Place | None, str | None]] = field(default_factory=list)
     edited: bool = False  # after the last contribution
@@ -120,11 +120,23 @@ class Accumulation(BaseCheck):
         group = self._group(ident)
         group.edited = False
         if group.nonfinite is not None:
-            group.spoiled = group.nonfinite
+            self._spoiled(ident, group.nonfinite)
+            group.nonfinite = None
         if group.moved is not None:
             if story.optimizer(ident).live:
                 group.moves.append((group.moved.at or event.at, group.moved.operator))
             group.moved = None
+
+    def _spoiled(self, ident: int, at: Place) -> None:
+        """A contribution was added to gradients that the script knew to be non-finite."""
+        self._habit(ident).kept.add(
+            _kept(
+                at if at.line else None,
+                "gradients found non-finite here were not cleared, the next contributions",
+                0,
+                1,
+            )
+        )
 
     # -- at an attempt -------------------------------------------------------------------------------------------
 
@@ -144,7 +156,7 @@ class Accumulation(BaseCheck):
         self._zero_grad(update, group, habit)
         self._foreign(update, habit)
         self._moved(update, group, habit)
-        self._kept(update, group, habit)
+        self._kept(update, habit)
         self._half(update, story, habit)
         habit.attempted(update)
         yield from habit.firm()
@@ -247,29 +259,12 @@ class Accumulation(BaseCheck):
             )
         )
 
-    def _kept(self, update: Update, group: _Group, habit: _Optimizer) -> None:
-        """Gradients of a skipped attempt, or known to be non-finite, under the next contributions."""
+    def _kept(self, update: Update, habit: _Optimizer) -> None:
+        """Gradients of a skipped attempt under the next contributions."""
         skipped = habit.skipped_since_clear
-        at: Place | None
         if update.stale and skipped is not None and update.live and not habit.never_clears:
-            at = habit.usual_clear or skipped.at
-            how = "the update before was skipped and its gradients were not cleared"
-        elif group.spoiled is not None and group.spoiled.line and update.live:
-            at = group.spoiled
-            how = "gradients known to be non-finite were not cleared before the next contributions were added"
-        else:
-            return
-        habit.kept.add(
-            Finding(
-                rule="skipped-gradients-kept",
-                severity="error",
-                at=at,
-                update=update.number,
-                message=f"{how}: this update contains them too",
-                evidence={"stale_contributions": update.stale, "contributions": len(update.live)},
-                fix="call optimizer.zero_grad() after every attempted update, skipped or not",
-            )
-        )
+            how = "the gradients of a skipped update were kept, the next contributions"
+            habit.kept.add(_kept(habit.usual_clear or skipped.at, how, update.stale, update.number))
 
     def _half(self, update: Update, story: Story, habit: _Optimizer) -> None:
         made = story.optimizer(update.optimizer).made
@@ -292,6 +287,18 @@ class Accumulation(BaseCheck):
                 fix="keep parameters in float32 under autocast, or add each micro-batch's gradients to float32 buffers",
             )
         )
+
+
+def _kept(at: Place | None, how: str, stale: int, update: int) -> Finding:
+    return Finding(
+        rule="skipped-gradients-kept",
+        severity="error",
+        at=at,
+        update=update,
+        message=f"{how} were added to them: every later update is spoiled too",
+        evidence={"stale_contributions": stale},
+        fix="call optimizer.zero_grad() after every attempted update, skipped or not",
+    )
 
 
 def _unfinished(update: Update, lost: int) -> bool:
@@ -319,7 +326,9 @@ class _Optimizer:
     skipped_since_clear: Attempt | None = None
     longest: int = 0
     uncleared: Finding | None = None
+    stale: int = 0  # attempts on gradients of earlier ones
     told: int = 0
+    last: Update | None = None
 
     def cleared(self, seq: int, at: Place | None) -> None:
         self.clears = [*self.clears[-15:], (seq, at)]
@@ -339,6 +348,7 @@ class _Optimizer:
     def attempted(self, update: Update) -> None:
         if not update.live:
             return
+        self.last = update
         if any(isinstance(e, GradientsEdited) for e in update.between):
             self.since = []  # the script does something of its own with them
             return
@@ -346,6 +356,7 @@ class _Optimizer:
         if update.attempt.outcome == "skipped" and self.skipped_since_clear is None:
             self.skipped_since_clear = update.attempt
         if update.stale and any(u.applied for u in self.since[:-1]):
+            self.stale += 1
             self.longest = max(self.longest, len(self.since))
             self.uncleared = self.uncleared or self._never_cleared(update)
 
@@ -377,33 +388,31 @@ class _Optimizer:
         yield from self._tell_uncleared()
 
     def _tell_uncleared(self) -> Iterator[Finding]:
+        if self.uncleared is None or self.stale == self.told:
+            return
         divided = self._divided_by()
-        if self.uncleared is None or self.told:
-            return
-        self.told = 1
-        if divided is not None:
-            yield Finding(
-                rule="optimizer-step-every-micro-batch",
-                severity="error",
-                at=self.uncleared.at,
-                update=self.uncleared.update,
-                message=(
-                    f"the loss is divided by {divided} and gradients are cleared every {divided} micro-batches, yet "
-                    "the optimizer stepped after each of them, on an unfinished sum"
-                ),
-                count=max(len(self.periods) * (divided - 1), 1),
-                evidence={"divided_by": divided, "updates_per_clearing": divided},
-                fix=f"if (i + 1) % {divided} == 0: optimizer.step(); optimizer.zero_grad()",
-            )
-            return
-        yield self.uncleared
+        found = self.uncleared if divided is None else self._stepped_early(self.uncleared, divided)
+        yield dataclasses.replace(found, count=self.stale - self.told)
+        self.told = self.stale
+
+    def _stepped_early(self, uncleared: Finding, divided: int) -> Finding:
+        return Finding(
+            rule="optimizer-step-every-micro-batch",
+            severity="error",
+            at=uncleared.at,
+            update=uncleared.update,
+            message=(
+                f"the loss is divided by {divided} and gradients are cleared every {divided} micro-batches, yet the "
+                "optimizer stepped after each of them, on an unfinished sum"
+            ),
+            evidence={"divided_by": divided, "updates_per_clearing": divided},
+            fix=f"if (i + 1) % {divided} == 0: optimizer.step(); optimizer.zero_grad()",
+        )
 
     def _divided_by(self) -> int | None:
         """Cleared every so many attempts, and the loss divided by that number: a group was meant."""
-        if len(self.periods) < 2 or len(set(self.periods[:-1] or self.periods)) != 1:
+        if len(self.periods) < 2 or len(set(self.periods[:-1])) != 1 or self.last is None:
             return None
         period = self.periods[0]
-        update = self.since[-1] if self.since else None
-        if period < 2 or update is None:
-            return None
-        return period if any(near(d.by, period) for c in update.live for d in c.divisions) else None
+        divisions = [d for c in self.last.live for d in c.divisions]
+        return period if period > 1 and any(near(d.by, period) for d in divisions) else None

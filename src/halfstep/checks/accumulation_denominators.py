@@ -278,8 +278,8 @@ class _Habit:
 
     def _partial(self, over: bool) -> Iterator[Finding]:
         """Short groups told once they are the tail of something: at even distances, at a line of their own, last."""
-        if not self._short or len(self._short) == self._short_told:
-            return
+        if len(self._short) == self._short_told or 2 * self._means.seen > self._means.chances:
+            return  # where all groups are means of means, dividing by elements cures the short ones too
         numbers = [number for number, _, _ in self._short]
         gaps = {b - a for a, b in zip([0, *numbers], numbers, strict=False)}
         regular = len(numbers) > 1 and len(gaps) == 1

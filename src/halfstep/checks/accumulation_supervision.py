@@ -32,6 +32,7 @@ class Supervision(BaseCheck):
         self._told: set[int] = set()
         self._counted: dict[tuple[int, str, int], Evidence] = {}
         self._logs: dict[tuple[str, int], _Log] = {}
+        self._before: tuple[Contribution, ...] = ()
 
     def see(self, event: Event, story: Story) -> Iterable[Finding]:
         match event:
@@ -51,7 +52,8 @@ class Supervision(BaseCheck):
             if spoiled and contribution.number in self._empty and contribution.number not in self._told:
                 yield from self._spoiled(contribution, update, len(live))
         for log in self._logs.values():
-            log.updated(live)
+            log.updated(self._before)  # one update late: the loss is often read after its update
+        self._before = live
         for evidence in self._counted.values():
             yield from evidence.firm()
 
@@ -59,6 +61,7 @@ class Supervision(BaseCheck):
         for evidence in self._counted.values():
             yield from evidence.rest()
         for log in self._logs.values():
+            log.updated(self._before)
             yield from log.finding()
 
     # -- contributions -------------------------------------------------------------------------------------------

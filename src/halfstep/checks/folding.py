@@ -33,6 +33,13 @@ _BY_CLOSURE = frozenset(
         "nonfinite-update-applied",
     }
 )
+_WEIGHTS = (
+    "optimizer-step-every-micro-batch",
+    "partial-group-underweighted",
+    "loss-not-divided",
+    "loss-divided-twice",
+    "mean-of-means",
+)
 _WAITING = frozenset({"scaler-update-mid-group", "scaler-update-between-optimizers", "unscale-mid-group"})
 
 CONSEQUENCES: dict[str, frozenset[str]] = {
@@ -60,11 +67,21 @@ CONSEQUENCES: dict[str, frozenset[str]] = {
     "fp16-without-scaler": frozenset({"gradient-underflow"}),
     "fused-momentum-after-skip": frozenset({*_SPREADS, *_NONFINITE}),
     "loss-scale-collapse": frozenset({"backward-nonfinite", "gradient-underflow", "nonfinite-update-applied"}),
-    "zero-grad-mid-group": frozenset({"scaler-update-missing"}),
-    "foreign-gradients": _WAITING,
-    "leftover-micro-batches": _WAITING,
-    "gradients-never-cleared": _WAITING,
+    "zero-grad-mid-group": frozenset({"scaler-update-missing", "scaler-sees-no-gradients", *_WEIGHTS}),
+    "foreign-gradients": _WAITING | {"zero-grad-mid-group", "gradients-never-cleared"},
+    "leftover-micro-batches": _WAITING | {"mean-of-means", "partial-group-underweighted"},
+    "gradients-never-cleared": _WAITING | _SPREADS | {"leftover-micro-batches", "foreign-gradients", *_WEIGHTS},
+    "skipped-gradients-kept": frozenset(
+        {"scaler-update-missing", "gradients-never-cleared", "leftover-micro-batches", *_SPREADS, *_NONFINITE}
+    ),
+    "optimizer-step-every-micro-batch": frozenset(
+        {"gradients-never-cleared", "scheduler-per-micro-batch", "ema-per-micro-batch", "schedule-never-finishes"}
+    ),
+    "half-gradient-accumulation": frozenset({"no-master-weights"}),
     **dict.fromkeys(_NONFINITE, _SPREADS),
+    "no-supervised-elements": _SPREADS | {"mean-of-means", "backward-nonfinite", "clip-spreads-nonfinite"},
+    "loss-not-divided": frozenset({"mean-of-means"}),
+    "loss-divided-twice": frozenset({"mean-of-means"}),
     "partial-group-underweighted": frozenset({"mean-of-means"}),
 }
 

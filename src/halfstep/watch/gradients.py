@@ -10,6 +10,7 @@ import torch
 from halfstep.events import Clipped, GradientsCleared, GradientsEdited, GradientsRead, ParametersChanged
 from halfstep.watch.ledger import Change
 from halfstep.watch.patches import Patches
+from halfstep.watch.place import line_above
 from halfstep.watch.stream import Late
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from halfstep.watch.parameters import Parameters
     from halfstep.watch.session import Session
 
+_REMOVES = r"\.grad\s*=\s*None\b"  # no call that could be seen: torch's attribute is set
 _PROBED = 16  # gradients looked at to tell zeroing from other edits by hand
 _DISCARDED = 64  # discarded scaled gradients that are looked at, then one in sixteen
 
@@ -72,7 +74,11 @@ class Gradients:
         for ident, change in changes.items():
             if change.cleared:
                 self._session.stream.emit(
-                    GradientsCleared, optimizers={ident: change.cleared}, how="by hand", had=change.cleared
+                    GradientsCleared,
+                    at=line_above(_REMOVES),
+                    optimizers={ident: change.cleared},
+                    how="by hand",
+                    had=change.cleared,
                 )
             if change.received and ident not in told:
                 self._edited(ident, change)

@@ -96,7 +96,7 @@ class Losses:
         """Inside a dispatch the node is there, its number is the last one given, the result does not show it yet."""
         tensors = operation.tensors()
         address = result.data_ptr()
-        if any(t.data_ptr() == address for t in tensors):
+        if operation.name != "lift_fresh" and any(t.data_ptr() == address for t in tensors):
             return  # a view of a value that is known already, or that value changed in place
         if _sequence is None or not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
             self._values.pop(address, None)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import linecache
+import re
 import sys
 import sysconfig
 import zlib
@@ -50,6 +53,23 @@ def place(frame: FrameType | None = None) -> Place | None:
             main = frame  # `-m package` inside site-packages: the script is the user's all the same
         frame = frame.f_back
     return _of(main) if main is not None else None
+
+
+@functools.lru_cache(maxsize=512)
+def _nearest(file: str, line: int, pattern: str) -> int | None:
+    found = [n for n, text in enumerate(linecache.getlines(file), 1) if re.search(pattern, text)]
+    above = [n for n in found if n <= line]
+    return above[-1] if above else found[0] if found else None
+
+
+def line_above(pattern: str) -> Place | None:
+    """The user's line that did what no hook could see and the ledger tells: the nearest above that reads like it.
+
+    ``pattern``: a regular expression of how it is written. None where the file has no such line.
+    """
+    here = place(sys._getframe(1))
+    line = None if here is None else _nearest(here.file, here.line, pattern)
+    return None if here is None or line is None else Place(here.file, line, here.function)
 
 
 def route(frame: FrameType | None = None) -> int:
