@@ -6,12 +6,14 @@ import importlib.metadata
 import platform
 import sys
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfstep.engine.graph import Sight
 from halfstep.engine.journal import FIELDS
+from halfstep.events import plain
 
 if TYPE_CHECKING:
     from halfstep.engine.manager import MixedPrecisionManager
@@ -31,7 +33,9 @@ class Account:
         self.micro_batches = 0
         self.examples: int | None = 0
         self.weight: float | None = 0.0
-        self.last_groups: list[dict[str, Any]] = []
+        self.last_groups: deque[dict[str, Any]] = deque(maxlen=16)
+        self.kept_groups = 0
+        self.dropped_groups = 0
         self.group_sizes: dict[int, int] = {}
         self.example_sizes: dict[int, int] = {}
         self.accepted: dict[str, Any] | None = None
@@ -40,6 +44,8 @@ class Account:
         self, *, kept: bool, micro_batches: int, size: int, examples: int | None, ids: list[Any] | None
     ) -> None:
         """A short last group, kept with its own denominator or dropped."""
+        self.kept_groups += kept
+        self.dropped_groups += not kept
         self.last_groups.append(
             {"kept": kept, "micro_batches": micro_batches, "size": size, "examples": examples, "ids": ids}
         )
@@ -74,13 +80,16 @@ class Account:
 
 
 def report(manager: MixedPrecisionManager) -> dict[str, Any]:
-    """The final record: plain, JSON-able. ``None`` means not known; every number says whether it was measured."""
+    """The final record: plain, strict JSON (non-finite floats are the strings "inf", "-inf", "nan").
+
+    ``None`` means not known. Numbers are counted or measured; what is computed, or was not observed, says so.
+    """
     account, journal = manager._account, manager._journal
     replicas = manager.replicas.describe()
     size = _commonest(account.group_sizes)
     examples = _commonest(account.example_sizes)
     status = "prepared" if account.applied == 0 else "tried"
-    return {
+    record = {
         "record": RECORD,
         "status": "accepted" if account.accepted else status,
         "accepted": account.accepted,
@@ -99,9 +108,9 @@ def report(manager: MixedPrecisionManager) -> dict[str, Any]:
         "precision": _precision(manager),
         "normalisation": _normalisation(manager),
         "last_group": {
-            "kept": sum(group["kept"] for group in account.last_groups),
-            "dropped": sum(not group["kept"] for group in account.last_groups),
-            "groups": account.last_groups,
+            "kept": account.kept_groups,
+            "dropped": account.dropped_groups,
+            "groups": list(account.last_groups),
         },
         "loss_scale": {
             "enabled": manager.scaler.is_enabled(),
@@ -116,7 +125,7 @@ def report(manager: MixedPrecisionManager) -> dict[str, Any]:
         },
         "memory": memory(),
         "operators": _operators(manager._contributor.sight),
-        "updates": [dict(zip(FIELDS, row, strict=True)) for row in journal.updates],
+        "updates": [dict(zip(FIELDS, row, strict=True)) for row in journal.thinned()],
         "metrics": list(journal.metrics),
         "checks": [check.describe() for check in manager._checks],
         "notes": [dict(note) for note in journal.notes],
@@ -125,6 +134,7 @@ def report(manager: MixedPrecisionManager) -> dict[str, Any]:
         "versions": versions(),
         "seeds": {"torch": torch.initial_seed(), "how": "read: torch.initial_seed(); others are not known"},
     }
+    return {name: plain(value) for name, value in record.items()}
 
 
 def _commonest(counts: dict[int, int]) -> int | None:

@@ -207,7 +207,8 @@ class Groups(Generic[Batch]):
         self._model = model
         self._ids = _function(ids)
         self._iterator: Iterator[Batch] | None = None
-        self._ended = False
+        self._ended = False  # the loader is
+        self._finished = False  # the epoch is
         self._index = 0
 
     def __iter__(self) -> Iterator[Group[Batch]]:
@@ -217,7 +218,7 @@ class Groups(Generic[Batch]):
         manager = self._manager
         manager._order.require_no_group()
         if self._ended:
-            raise StopIteration
+            self._finish()
         if self._iterator is None:
             self._iterator, taken = manager._position.begin(self._loader)
             self._index = taken // self._size
@@ -257,7 +258,9 @@ class Groups(Generic[Batch]):
         return group
 
     def _finish(self) -> None:
-        self._manager._position.end()
+        if not self._finished:
+            self._finished = True
+            self._manager._position.end()
         raise StopIteration
 
     def _drop(self, batches: Sequence[Batch]) -> None:

@@ -5,11 +5,18 @@ A sink (a run directory, a stream) may follow: it is called with every row, plai
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+from halfstep.errors import PolicyError, RecordError
+from halfstep.events import plain
 
 COLUMNS = 2000  # updates of which per-layer norms are kept; every second one is dropped when there are more
 ROWS = 20_000  # updates kept whole in memory; counters and the record cover all
@@ -30,6 +37,38 @@ FIELDS = (
 )
 
 Sink = Callable[[dict[str, Any]], None]
+
+
+class Lines:
+    """A sink: ``journal.jsonl`` in a directory, appended to, on disk within two seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = open(folder / "journal.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
+        except OSError as error:
+            raise RecordError(
+                f"cannot write a journal in {folder}: {error}", "name a folder that can be written"
+            ) from error
+        self._flushed = time.monotonic()
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        self._file.write(json.dumps(plain(row), default=str) + "\n")
+        if time.monotonic() - self._flushed > 2.0:
+            self.flush()
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
+
+
+def sink_of(record: Sink | str | os.PathLike[str] | None) -> Sink | None:
+    """``record`` as given to the manager -> where rows go."""
+    if record is None or callable(record):
+        return record
+    if isinstance(record, (str, os.PathLike)):
+        return Lines(Path(record))
+    raise PolicyError(f"record={record!r} is no place for a record", "a directory, or a function that takes a dict")
 
 
 class Journal:
@@ -76,6 +115,12 @@ class Journal:
         self.notes.append(row)
         if self.sink is not None:
             self.sink({"kind": "note", **row})
+
+    def thinned(self) -> list[tuple[Any, ...]]:
+        """At most 2000 of the rows, evenly, the last one among them."""
+        rows = list(self.updates)
+        step = -(-len(rows) // COLUMNS) or 1
+        return rows[::-step][::-1]
 
     def percentiles(self) -> dict[str, float] | None:
         """Of the gradient's norm over the last 1000 applied updates; None before the first."""

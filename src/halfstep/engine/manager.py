@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -17,7 +19,7 @@ from halfstep.engine.check import Check
 from halfstep.engine.contribute import Contributor, inputs_of
 from halfstep.engine.group import Groups, Weigher
 from halfstep.engine.island import Islands, keep_fp32
-from halfstep.engine.journal import Journal
+from halfstep.engine.journal import Journal, Sink, sink_of
 from halfstep.engine.late import host
 from halfstep.engine.ledger import Share
 from halfstep.engine.order import Order
@@ -28,11 +30,10 @@ from halfstep.engine.scale import LossScale
 from halfstep.engine.schedule import Schedule, schedulers_of
 from halfstep.engine.state import in_words, load, policy, save
 from halfstep.engine.update import Update
-from halfstep.engine.updater import Updater
+from halfstep.engine.updater import ON_NONFINITE, Updater
 from halfstep.engine.verification import Verification
 from halfstep.errors import MisuseError, NonFiniteError, PolicyError
 
-ON_NONFINITE = ("skip", "raise", "ignore")
 Batch = TypeVar("Batch")
 
 
@@ -52,7 +53,8 @@ class MixedPrecisionManager:
     ``min_scale``       a floor for it: the third overflow in a row that cannot lower it any more raises
     ``replicas``        who else contributes; None: one process
     ``monitor``         keep the gradient norm of every parameter and update (they come from the clipping pass)
-    ``record``          called with every row of the journal as it is written; None keeps it in memory only
+    ``record``          where the journal of updates goes besides memory: a directory (``journal.jsonl``), or a function
+                        that is called with every plain row
 
     A setting that cannot be meant raises :class:`~halfstep.errors.PolicyError`.
     """
@@ -74,7 +76,7 @@ class MixedPrecisionManager:
         min_scale: float = 2.0**-8,
         replicas: Any = None,
         monitor: bool = True,
-        record: Callable[[dict[str, Any]], None] | None = None,
+        record: Sink | str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(activated, (str, torch.device, torch.dtype)):
             raise PolicyError(
@@ -86,8 +88,6 @@ class MixedPrecisionManager:
             raise PolicyError(f"max_norm={max_norm} is no norm", "a positive number, or None not to clip")
         if on_nonfinite not in ON_NONFINITE:
             raise PolicyError(f"unknown on_nonfinite {on_nonfinite!r}", f"one of {', '.join(map(repr, ON_NONFINITE))}")
-        if record is not None and not callable(record):
-            raise PolicyError(f"record={record!r} cannot be called", "a function that takes a plain dict")
         self.activated = bool(activated)
         self.precision = Precision(precision, device, activated=self.activated)
         self.max_norm = None if max_norm is None else float(max_norm)
@@ -106,7 +106,7 @@ class MixedPrecisionManager:
         )
         self._schedule = Schedule(scheduler_unit)
         self.scheduler_unit = scheduler_unit
-        self._journal = Journal(record)
+        self._journal = Journal(sink_of(record))
         self._account = Account()
         self._position = Position()
         self._verification = Verification(self._journal)
@@ -127,7 +127,7 @@ class MixedPrecisionManager:
         self._updater.host = self._contributor.host = self.precision.device_type == "cpu"
         self._islands: list[Islands] = []
         self._islands_run = True
-        self._checks: list[Check] = []
+        self._checks: deque[Check] = deque(maxlen=1000)
         self._sources: dict[str, int] = {}
 
     # --- the forward ---
@@ -217,20 +217,10 @@ class MixedPrecisionManager:
 
         For penalties on gradients: ``create_graph=True``, then make the penalty part of the loss.
         """
-        roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        first = outputs if isinstance(outputs, Tensor) else outputs[0]
         if not self.precision.settled:
-            self._learn_device(roots[0].device)
-        if not self.scaler.is_enabled():
-            return tuple(torch.autograd.grad(outputs, inputs, **torch_kwargs))
-        scale = self.scaler.on(roots[0].device)
-        given = torch_kwargs.pop("grad_outputs", None)
-        seeds = [None] * len(roots) if given is None else [given] if isinstance(given, Tensor) else list(given)
-        scaled = [
-            (torch.ones_like(root) if seed is None else seed) * scale.to(root.dtype)
-            for root, seed in zip(roots, seeds, strict=True)
-        ]
-        gradients = torch.autograd.grad(roots, inputs, grad_outputs=scaled, **torch_kwargs)
-        return tuple(None if g is None else g / scale.to(device=g.device, dtype=g.dtype) for g in gradients)
+            self._learn_device(first.device)
+        return self.scaler.grad(outputs, inputs, **torch_kwargs)
 
     @property
     def pending(self) -> int:
@@ -280,7 +270,7 @@ class MixedPrecisionManager:
 
         ``model`` is a module, or several: the set that is clipped and named; ``optimizer`` one, or several that share
         this backward: they own exactly the model's trainable parameters. ``scheduler`` moves in the manager's unit.
-        Raises without changing anything where the update would not be the one that was meant.
+        Raises, with nothing changed, where the update would not be the one that was meant.
         """
         self._updater.settle()
         self._updater.require_scale()
@@ -295,8 +285,7 @@ class MixedPrecisionManager:
                 islands.require_used()
             self._islands_run = True
         self._order.require_gradients(binding, share)
-        if self._contributor.weigh:
-            self._verify(share)
+        self._order.verify(share, self._verification)
         shared = len(share) < len(self._ledger.pending)
         self._bindings.keep(binding)
         self._bindings.stepping = True
@@ -320,18 +309,7 @@ class MixedPrecisionManager:
         self._contributor.weigh = _is_power_of_two(number + 1)
         self._contributor.look = self._contributor.weigh or len(self._bindings) > 1
 
-    def _verify(self, share: Share) -> None:
-        group = self._order.group
-        if self._contributor.counted_examples is None:
-            self._verification.hold(
-                share,
-                "mean" if group is None else group.reduction,
-                share.micro_batches if group is None else group.size,
-                self._account.attempted + 1,
-            )
-
-    def _learn_device(self, device: torch.device) -> None:
-        """The first loss tells the device; precision and scale follow."""
+    def _learn_device(self, device: torch.device) -> None:  # the first loss tells
         self.precision.settle(device)
         self.scaler.refresh(self.precision.device_type, self.precision.scaled)
         self._updater.host = self._contributor.host = device.type == "cpu"

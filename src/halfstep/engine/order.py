@@ -11,6 +11,7 @@ from halfstep.engine.contribute import Contributor
 from halfstep.engine.group import Group
 from halfstep.engine.ledger import Share
 from halfstep.engine.position import Position
+from halfstep.engine.verification import Verification
 from halfstep.engine.witness import Witnesses
 from halfstep.errors import GroupError, MisuseError
 
@@ -89,6 +90,15 @@ class Order:
             "the loss was computed by another copy of the model, or from parameters the model had before it was moved "
             "or replaced; or gradients were cleared by hand: leave zero_grad() out",
         )
+
+    def verify(self, share: Share, verification: Verification) -> None:
+        """Hold the weights of contributions that were weighed against what their losses divided by."""
+        if not self.contributor.weigh or self.contributor.counted_examples is not None:
+            return
+        group = self.group
+        reduction = "mean" if group is None else group.reduction
+        size = share.micro_batches if group is None else group.size
+        verification.hold(share, reduction, size, self.account.attempted + 1)
 
     def settle(self, binding: Binding, share: Share, known: Iterable[frozenset[int]]) -> None:
         """After an attempt: its contributions are used, their group is over once all are."""

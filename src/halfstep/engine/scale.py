@@ -161,6 +161,21 @@ class LossScale(torch.amp.GradScaler):
             self.note(0, "first")
         self._enabled = enabled
 
+    def grad(self, outputs: Any, inputs: Any, **torch_kwargs: Any) -> tuple[Tensor | None, ...]:
+        """``torch.autograd.grad`` with outputs scaled and gradients unscaled."""
+        if not self._enabled:
+            return tuple(torch.autograd.grad(outputs, inputs, **torch_kwargs))
+        roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        scale = self.on(roots[0].device)
+        given = torch_kwargs.pop("grad_outputs", None)
+        seeds = [given] * len(roots) if given is None or isinstance(given, Tensor) else list(given)
+        scaled = [
+            (torch.ones_like(root) if seed is None else seed) * scale.to(device=root.device, dtype=root.dtype)
+            for root, seed in zip(roots, seeds, strict=True)
+        ]
+        gradients = torch.autograd.grad(roots, inputs, grad_outputs=scaled, **torch_kwargs)
+        return tuple(None if g is None else g / scale.to(device=g.device, dtype=g.dtype) for g in gradients)
+
     def full_state(self) -> dict[str, Any]:
         """The GradScaler state, kept even where the run does not scale (an FP32 run keeps what FP16 had found)."""
         enabled, self._enabled = self._enabled, True

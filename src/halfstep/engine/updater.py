@@ -22,6 +22,7 @@ from halfstep.engine.terms import TermBuffers
 from halfstep.engine.update import Update
 from halfstep.errors import NonFiniteError, ScaleFloorError
 
+ON_NONFINITE = ("skip", "raise", "ignore")
 Number = float | Tensor
 
 
