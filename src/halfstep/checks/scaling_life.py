@@ -14,6 +14,7 @@ from halfstep.events import (
     Contribution,
     Event,
     Finding,
+    GradientsEdited,
     HalfParameters,
     Place,
     Raised,
@@ -60,8 +61,9 @@ class ScalerReplaced(BaseCheck):
                 self._lives[event.scaler] = _Life(made=event, scale=event.scale, last=event.seq)
             case StateLoaded(kind="scaler", ident=int(ident)):
                 self._life(ident).loaded = True
-            case StateLoaded(kind="optimizer", ident=int(ident)) if event.states:
-                self._loaded[ident] = event
+            case StateLoaded(kind="optimizer", ident=int(ident)):
+                if event.states or "file with optimizer" in self._files:  # else the state of one that never ran
+                    self._loaded[ident] = event
             case StateLoaded(kind="module"):
                 self._modules += 1
             case StateLoaded():
@@ -274,6 +276,7 @@ class Fp16WithoutScaler(BaseCheck):
         self._reads = ScaleReads()
         self._number = 0
         self._plain: Contribution | None = None
+        self._own_scale = False  # something else than a scaler multiplies losses and divides gradients
         self._lost: list[Contribution] = []
 
     def see(self, event: Event, story: Story) -> Iterable[Finding]:
@@ -283,6 +286,10 @@ class Fp16WithoutScaler(BaseCheck):
             self._plain = self._plain or event
             if self._number <= _EARLY and event.lost is not None and event.lost >= _LOST:
                 self._lost.append(event)
+        elif isinstance(event, GradientsEdited) and event.factor is not None:
+            self._own_scale = True
+        elif isinstance(event, Attempt) and event.divided_by is not None:
+            self._own_scale = True
         return ()
 
     def updated(self, update: Update, story: Story) -> Iterable[Finding]:
@@ -334,7 +341,12 @@ class Fp16WithoutScaler(BaseCheck):
         )
 
     def end(self, story: Story) -> Iterable[Finding]:
-        if self._plain is None or self._lost or any(s.made and s.made.enabled for s in story.scalers.values()):
+        if (
+            self._plain is None
+            or self._lost
+            or self._own_scale
+            or any(s.made and s.made.enabled for s in story.scalers.values())
+        ):
             return
         applied = any(o.applied and i in self._plain.optimizers for i, o in story.optimizers.items())
         if applied:
