@@ -11,7 +11,7 @@ from halfstep.events import Contribution, Event, Finding, ModuleCalled, MomentSa
 _UPDATES = 8  # attempts after which what never moved counts
 _STILL = 0.5  # of the driven elements
 _DRIVEN = 16  # elements, at least
-_HIGH, _LOW = 1.5, 0.5  # a second moment so far from its FP32 twin
+_HIGH, _LOW = 1.3, 0.5  # a second moment so far from its FP32 twin
 _SPACING = {"bfloat16": 2.0**-9, "float16": 2.0**-12}  # half the spacing, relative
 
 
