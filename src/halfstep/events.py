@@ -58,11 +58,13 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised(Event):
-    """The exception that ended the script; `frames` innermost last, the user's own only."""
+    """The exception that ended the script; `frames` innermost last, the user's own only. ``in_backward``: torch's
+    autograd engine was running."""
 
     type: str
     message: str
     frames: tuple[Place, ...] = ()
+    in_backward: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +203,8 @@ class Contribution(Event):
     zero in one operator of backward, looked at likewise; ``lost_by``: that operator.
     ``loss_at``: where the loss was reduced to one number; ``divisions``: what the whole of it was divided by since, the
     last first. ``route``: the user's lines on the stack as one number: two calls of one helper differ in it.
-    ``reached``: which parameters received gradient, as one number for each optimizer.
+    ``reached``: which parameters received gradient, as one number for each optimizer. ``device``: the root's type;
+    ``thread``: the one that called backward.
     """
 
     number: int
@@ -220,6 +223,8 @@ class Contribution(Event):
     divisions: tuple[Division, ...] = ()
     route: int = 0
     reached: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    device: str = "cpu"
+    thread: int = 0
     halves: Mapping[str, int] | None = None
     lost: float | None = None
     lost_by: str | None = None
@@ -295,7 +300,8 @@ class GradientsRead(Event):
 class Clipped(Event):
     """``kind``: "norm" or "value"; ``limit`` as passed; ``norm``: the total norm found, before clipping.
 
-    ``by_hand``: the script measured the norm and multiplied the gradients itself.
+    ``by_hand``: the script measured the norm and multiplied the gradients itself. ``nonfinite``: so many of the
+    ``tensors`` given were not finite before, counted where the norm was not.
     """
 
     kind: str
@@ -304,6 +310,23 @@ class Clipped(Event):
     optimizers: Mapping[int, int] = dataclasses.field(default_factory=dict)
     norm_type: float = 2.0
     by_hand: bool = False
+    nonfinite: int | None = None
+    tensors: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchStatistics(Event):
+    """A group's batch normalisation compared with that of the group as one batch; ``at``: where the layer was made.
+
+    ``contributions``: their numbers; ``samples`` of each. ``difference``: of the gradient of a layer's input, for the
+    same inputs and the same gradients from above, relative; the largest over ``layers``.
+    """
+
+    optimizer: int
+    layers: int = 1
+    contributions: tuple[int, ...] = ()
+    samples: int = 0
+    difference: float | None = None
 
 
 # -- updates -----------------------------------------------------------------------------------------------------
@@ -694,10 +717,24 @@ class SwitchedOff(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AutocastLost(Event):
+    """A module trained by ``optimizers`` ran in a thread without autocast while another thread was inside a region.
+
+    ``entered_at``, ``dtype``: that region's. ``at``: the call, or where the other thread waited for it.
+    """
+
+    type: str
+    dtype: str
+    thread: int = 0
+    entered_at: Place | None = None
+    optimizers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StaleCasts(Event):
     """A backward through half-precision copies of weights that were made before the weights changed.
 
-    ``region``: the outermost region open, which keeps the copies, entered at ``entered_at``; ``casts``: how many copies;
+    ``region``: the outermost region open, which keeps the copies, entered at ``entered_at``; ``casts``: how many;
     ``changed``: whether the weights differ from what was copied; ``backwards``: so many in this region by now.
     """
 
@@ -742,7 +779,7 @@ class Recomputed(Event):
 
     ``by``: "checkpoint", "reentrant", or the name of a custom function. ``dtype`` and ``autocast`` (half dtype of the
     region, "off" without one) of the first forward, ``again_dtype`` and ``again_autocast`` of the recomputation.
-    ``difference``: of the recomputed values from the first, relative to their size, the largest of ``tensors`` compared.
+    ``difference``: of the values computed again, relative to their size, the largest of ``tensors`` compared.
     ``drew``: what the first forward drew random numbers from ("default", "python", "numpy", "generator");
     ``drew_at``: where, for a generator of the script's own; ``preserves``: whether the default state is put back.
     """
@@ -763,8 +800,8 @@ class Recomputed(Event):
 class FunctionFailed(Event):
     """The exception that ends the script came from a custom autograd function; told just before `Raised`.
 
-    ``phase``: "forward" or "backward"; ``recomputing``: from a module that backward ran again; ``wrapped``: the function
-    has `custom_fwd`.
+    ``phase``: "forward" or "backward"; ``recomputing``: from a module that backward ran again; ``wrapped``: the
+    function has `custom_fwd`.
     """
 
     function: str

@@ -10,6 +10,8 @@ from halfstep.checks.evaluation import EvaluationModeKept
 from halfstep.checks.frozen import FrozenParametersMove
 from halfstep.checks.halves import HalfParameters
 from halfstep.checks.histories import LossHistoryKeepsGraph
+from halfstep.checks.modes import MODES
+from halfstep.checks.numbers import NUMBERS
 from halfstep.checks.orders import EpochOrderRepeats
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.scaling import SCALING
@@ -27,4 +29,6 @@ CHECKS: tuple[type[BaseCheck], ...] = (
     EvaluationModeKept,
     FrozenParametersMove,
     LossHistoryKeepsGraph,
+    *MODES,
+    *NUMBERS,
 )

@@ -70,7 +70,9 @@ CONSEQUENCES: dict[str, frozenset[str]] = {
     "zero-grad-mid-group": frozenset({"scaler-update-missing", "scaler-sees-no-gradients", *_WEIGHTS}),
     "foreign-gradients": _WAITING | {"zero-grad-mid-group", "gradients-never-cleared"},
     "leftover-micro-batches": _WAITING | {"mean-of-means", "partial-group-underweighted"},
-    "gradients-never-cleared": _WAITING | _SPREADS | {"leftover-micro-batches", "foreign-gradients", *_WEIGHTS},
+    "gradients-never-cleared": frozenset(
+        {"leftover-micro-batches", "foreign-gradients", *_WAITING, *_SPREADS, *_WEIGHTS, *_NONFINITE}
+    ),
     "skipped-gradients-kept": frozenset(
         {"scaler-update-missing", "gradients-never-cleared", "leftover-micro-batches", *_SPREADS, *_NONFINITE}
     ),
@@ -79,15 +81,29 @@ CONSEQUENCES: dict[str, frozenset[str]] = {
     ),
     "half-gradient-accumulation": frozenset({"no-master-weights"}),
     **dict.fromkeys(_NONFINITE, _SPREADS),
+    "forward-overflow": _SPREADS | {"backward-nonfinite"},
+    "half-constant-overflow": _SPREADS | {"fully-masked-softmax", "backward-nonfinite"},
+    "fully-masked-softmax": _SPREADS | {"backward-nonfinite"},
+    "saturated-half-probabilities": _SPREADS | {"backward-nonfinite"},
+    "epsilon-underflow": _SPREADS
+    | {"backward-nonfinite", "no-master-weights", "optimizer-state-in-half", "half-gradient-accumulation"},
+    "clip-spreads-nonfinite": _SPREADS | {"forward-overflow", "backward-nonfinite", "half-reduction-overflow"},
     "no-supervised-elements": _SPREADS | {"mean-of-means", "backward-nonfinite", "clip-spreads-nonfinite"},
     "loss-not-divided": frozenset({"mean-of-means"}),
     "loss-divided-twice": frozenset({"mean-of-means"}),
     "partial-group-underweighted": frozenset({"mean-of-means"}),
+    "autocast-around-loop": frozenset({"backward-under-autocast"}),
+    "autocast-wrong-device": frozenset({"fp16-without-scaler", "scaler-without-fp16", "gradient-underflow"}),
 }
+
+
+_RARE = 2  # batches that poisoned statistics, when the statistics are what is wrong
 
 
 def fold(findings: list[Finding]) -> list[Finding]:
     """The findings without those that another of them explains."""
+    if any(f.rule == "poisoned-running-statistics" for f in findings):
+        findings = _batch_or_statistics(findings)
     present = {f.rule for f in findings}
     if any(f.rule == "loss-scale-collapse" and f.evidence.get("grew") for f in findings):
         present -= {"forward-overflow", "backward-nonfinite"}  # what overflows when values grow is a consequence
@@ -96,3 +112,11 @@ def fold(findings: list[Finding]) -> list[Finding]:
         present.discard("backward-nonfinite")
     explained = {rule for cause in present for rule in CONSEQUENCES.get(cause, frozenset()) if rule != cause}
     return [f for f in findings if f.rule not in explained]
+
+
+def _batch_or_statistics(findings: list[Finding]) -> list[Finding]:
+    """A rare batch that a skip would have mended but for the statistics, or values that never are finite."""
+    causes = [f for f in findings if f.rule in _NONFINITE]
+    if sum(f.count for f in causes) <= _RARE:
+        return [f for f in findings if f.rule not in _NONFINITE]
+    return [f for f in findings if f.rule != "poisoned-running-statistics"]

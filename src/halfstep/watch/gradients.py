@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ class Gradients:
         self.hands: Hands | None = None
         self.parameters: Parameters | None = None  # has seen, while a look is open, which parameters were written
         self._shared: dict[int, tuple[tuple[int, int], dict[int, int]]] = {}
+        self._spread: tuple[int, int] | None = None  # non-finite gradients of those whose norm was taken
 
     def install(self, patches: Patches) -> None:
         for owner in (torch.optim.Optimizer, torch.nn.Module):
@@ -62,6 +64,7 @@ class Gradients:
         ):
             patches.around(clip, name, self._before_clip, self._after_clip(kind), self._failed_clip)
         patches.around(clip, "get_total_norm", None, self._after_total_norm)
+        patches.around(clip, "_get_total_norm", None, self._after_any_norm)
 
     # -- what happened unseen ------------------------------------------------------------------------------------
 
@@ -206,9 +209,22 @@ class Gradients:
                 norm=_late(norm),
                 norm_type=float(kwargs.get("norm_type", args[2] if len(args) > 2 and kind == "norm" else 2.0)),
                 optimizers=owners,
+                nonfinite=self._spread[0] if self._spread is not None else None,
+                tensors=self._spread[1] if self._spread is not None else None,
             )
+            self._spread = None
 
         return after
+
+    def _after_any_norm(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A norm that is not finite, before clipping by it: how many gradients are so? On a CPU asking is free."""
+        tensors = kwargs.get("tensors", args[0] if args else ())
+        self._spread = None
+        if not isinstance(tensors, (list, tuple)) or not isinstance(result, torch.Tensor) or not result.is_cpu:
+            return
+        if not math.isfinite(float(result)):
+            bad = sum(not bool(torch.isfinite(t).all()) for t in _tensors(tensors))
+            self._spread = (bad, len(tensors))
 
     def _after_total_norm(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._clipping or self._session.look.is_open or not isinstance(result, torch.Tensor):

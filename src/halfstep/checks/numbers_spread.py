@@ -1,0 +1,91 @@
+"""Where one non-finite value spreads: into running statistics, by clipping into every gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from halfstep.checks.registry import BaseCheck
+from halfstep.checks.story import Story, Update
+from halfstep.events import Clipped, Event, Finding, StatisticsPoisoned
+
+
+class PoisonedStatistics(BaseCheck):
+    """Running statistics took in a batch whose update was not applied."""
+
+    rules = ("poisoned-running-statistics",)
+
+    def __init__(self) -> None:
+        self._waiting: list[StatisticsPoisoned] = []
+        self._skips = 0
+
+    def see(self, event: Event, story: Story) -> Iterable[Finding]:
+        if isinstance(event, StatisticsPoisoned) and event.weights is not False:
+            self._waiting.append(event)
+        return ()
+
+    def updated(self, update: Update, story: Story) -> Iterable[Finding]:
+        attempt = update.attempt
+        waiting, self._waiting = self._waiting, []
+        if attempt.outcome == "applied" and (attempt.nonfinite or _wrong(attempt.weights)):
+            return  # the weights are gone too: what made that is told
+        skipped = "was skipped by the scaler" if attempt.outcome == "skipped" else "did not use it"
+        for event in waiting:
+            yield self._finding(event, skipped, update.number)
+
+    def end(self, story: Story) -> Iterable[Finding]:
+        for event in self._waiting:
+            yield self._finding(event, "was skipped", None)
+
+    @staticmethod
+    def _finding(event: StatisticsPoisoned, skipped: str, number: int | None) -> Finding:
+        names = " and ".join(event.buffers)
+        return Finding(
+            rule="poisoned-running-statistics",
+            severity="error",
+            at=event.at,
+            update=number,
+            message=(
+                f"{names} of {event.module} are not finite: the forward took in a batch whose update {skipped}; "
+                f"training does not use them, evaluation does from here on"
+            ),
+            evidence={"module": event.module, "buffers": list(event.buffers), "micro_batch": event.micro + 1},
+            fix="keep such a batch away (clamp or drop it), or restore the buffers when an update is skipped",
+            module=event.module,
+            operator="batch_norm",
+            phase="forward",
+        )
+
+
+class ClipSpreads(BaseCheck):
+    """Some gradients were not finite; clipping by their common norm made all of them so, and nothing skipped that."""
+
+    rules = ("clip-spreads-nonfinite",)
+
+    def updated(self, update: Update, story: Story) -> Iterable[Finding]:
+        if not update.applied or update.attempt.scaler is not None:
+            return
+        for event in update.between:
+            if not isinstance(event, Clipped) or event.kind != "norm" or not _wrong(event.norm):
+                continue
+            bad, total = event.nonfinite, event.tensors
+            if bad is None or total is None or 2 * bad > total:
+                continue  # they were lost before
+            spread = "NaN" if math.isnan(event.norm or 0.0) else "zero or NaN"
+            yield Finding(
+                rule="clip-spreads-nonfinite",
+                severity="error",
+                at=event.at,
+                update=update.number,
+                message=(
+                    f"{bad} of {total} gradients were not finite; the norm is {event.norm}, clipping by it made every "
+                    f"gradient {spread}, and the update was applied"
+                ),
+                evidence={"nonfinite": bad, "gradients": total, "norm": event.norm, "limit": event.limit},
+                fix="norm = clip_grad_norm_(...); optimizer.step() only if torch.isfinite(norm)",
+            )
+            return
+
+
+def _wrong(value: float | None) -> bool:
+    return value is not None and not math.isfinite(value)
