@@ -111,6 +111,7 @@ class _Habit:
         self._undivided = Evidence(least=6, share=0.8)
         self._twice = Evidence(least=2, share=0.5)
         self._means = Evidence(least=3, share=_HABIT, weight="deviation")
+        self._ragged = Evidence(least=3, share=0.6, weight="deviation")  # the last micro-batch of a group is smaller
         self._leftover = Evidence(least=1, share=0.0)
         self._stepped = Evidence(least=6, share=0.9)
         self._short: list[tuple[int, Finding, bool]] = []
@@ -139,14 +140,14 @@ class _Habit:
         yield from self._firm()
 
     def _firm(self) -> Iterator[Finding]:
-        for evidence in (self._twice, self._means, self._leftover, self._stepped):
+        for evidence in (self._twice, self._means, self._ragged, self._leftover, self._stepped):
             yield from evidence.firm()
         yield from self._partial(False)
 
     def end(self, rivals: bool) -> Iterator[Finding]:
         if not rivals:  # two losses in turn, each with an optimizer of its own: real and fake, not micro-batches
             yield from self._undivided.rest()
-        for evidence in (self._twice, self._means, self._leftover):
+        for evidence in (self._twice, self._means, self._ragged, self._leftover):
             yield from evidence.rest()
         if self._singles >= 2:
             yield from self._stepped.rest()
@@ -207,6 +208,7 @@ class _Habit:
         if not term.known or any(not w.elements for w in term.weights) or not term.total:
             return
         self._means.chance()
+        self._ragged.chance()
         deviation = term.deviation
         if not term.alike or not deviation > _SLIGHT or term.uneven_inside:
             return
@@ -214,7 +216,7 @@ class _Habit:
         low, high = min(counts), max(counts)
         last_only = term.weights[-1].elements == low and even(counts[:-1], 0.01)
         contribution = strand.last
-        self._means.add(
+        (self._ragged if last_only else self._means).add(
             Finding(
                 rule="mean-of-means",
                 severity="error" if deviation > _CLEAR and not last_only else "warning",

@@ -73,7 +73,7 @@ def line_above(pattern: str) -> Place | None:
 
 
 def route(frame: FrameType | None = None) -> int:
-    """All lines of the user's on the stack as one number, the same in every process: by which way a call was reached."""
+    """All lines of the user's on the stack as one number: by which way a call was reached, alike in every process."""
     frame = frame or sys._getframe(1)
     mixed = 0
     while frame is not None:
