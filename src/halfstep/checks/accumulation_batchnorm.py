@@ -41,11 +41,8 @@ class BatchNormUnderAccumulation(BaseCheck):
             return  # real and fake, or two views: batches of their own by design
         size, samples, difference = strand.size, event.samples, event.difference
         beyond = difference is not None and difference > _LAW
-        text = (
-            ""
-            if difference is None
-            else f"; the same group as one batch gives a gradient that differs by {difference:.2g}"
-        )
+        text = "" if difference is None else f": as one batch its gradient would differ by {difference:.1%}"
+        layers = "1 batch normalisation layer" if event.layers == 1 else f"{event.layers} batch normalisation layers"
         yield Finding(
             rule="batchnorm-under-accumulation",
             severity="warning" if beyond else "info",
