@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from halfstep.checks.accumulation import Accumulation
+from halfstep.checks.accumulation_batchnorm import BatchNormUnderAccumulation
 from halfstep.checks.accumulation_denominators import Denominators
 from halfstep.checks.accumulation_supervision import Supervision
 from halfstep.checks.averages import Averages
@@ -22,6 +23,7 @@ CHECKS: tuple[type[BaseCheck], ...] = (
     Accumulation,
     Denominators,
     Supervision,
+    BatchNormUnderAccumulation,
     Schedules,
     EpochOrderRepeats,
     Averages,
