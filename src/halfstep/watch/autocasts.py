@@ -1,10 +1,11 @@
-"""Autocast regions: which are open in which thread, which dtype the last forward ran in, which switched themselves off."""
+"""Autocast regions: which are open in which thread, what the last forward ran in, which switched themselves off."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,8 @@ class Autocasts:
         self._regions = itertools.count(1)
         self._open = threading.local()
         self._last: str | None = None
+        self._threads: dict[int, list[Region]] = {}
+        self.listeners: list[Callable[[Region], None]] = []  # told of every region entered
         self._told: dict[Place | None, int] = {}
 
     def install(self, patches: Patches) -> None:
@@ -48,14 +51,23 @@ class Autocasts:
         patches.around(region, "__init__", None, self._after_init)
         patches.around(region, "__enter__", None, self._after_enter)
         patches.around(region, "__exit__", None, self._after_exit)
+        patches.around(torch.amp.GradScaler, "__init__", None, self._after_scaler)
 
     @property
     def stack(self) -> list[Region]:
         """This thread's open regions, the outermost first."""
         stack: list[Region] | None = getattr(self._open, "stack", None)
         if stack is None:
-            stack = self._open.stack = []
+            stack = self._open.stack = self._threads[threading.get_ident()] = []
         return stack
+
+    def elsewhere(self, device: str) -> tuple[int, Region] | None:
+        """A region for this device that is on in another thread, with that thread's number."""
+        here = threading.get_ident()
+        for thread, stack in list(self._threads.items()):
+            if thread != here and stack and stack[-1].half is not None and stack[-1].device == device:
+                return thread, stack[-1]
+        return None
 
     def last_half(self) -> str | None:
         """Half dtype of the innermost region of this thread that is on, else of the last one that was entered."""
@@ -68,18 +80,26 @@ class Autocasts:
     def _after_init(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         region = args[0]
         asked = kwargs.get("enabled", args[3] if len(args) > 3 else True)
-        if not asked or region._enabled or region.fast_dtype not in HALF:
-            return
+        if asked and not region._enabled and region.fast_dtype in HALF:
+            self._switched_off("autocast", str(region.device), name_of(region.fast_dtype))
+
+    def _after_scaler(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        asked = kwargs.get("enabled", args[6] if len(args) > 6 else True)
+        if asked and not args[0]._enabled:
+            self._switched_off("scaler", str(getattr(args[0], "_device", "cuda")), "")
+
+    def _switched_off(self, what: str, device: str, dtype: str) -> None:
         at = self._session.place()
         self._told[at] = self._told.get(at, 0) + 1
         if self._told[at] <= _TOLD:
-            dtype = name_of(region.fast_dtype)
-            self._session.stream.emit(SwitchedOff, at=at, what="autocast", device=str(region.device), dtype=dtype)
+            self._session.stream.emit(SwitchedOff, at=at, what=what, device=device, dtype=dtype)
 
     def _after_enter(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         context, stack = args[0], self.stack
         region = Region(context, next(self._regions), _decorated(sys._getframe(1)) or self._session.place())
         stack.append(region)
+        for listener in self.listeners:
+            listener(region)
         if region.enabled or len(stack) == 1:
             self._last = region.half
         self._session.stream.emit(

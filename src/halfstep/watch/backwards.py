@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,8 @@ class Backwards:
             opaque=opaque,
             loss=Late(roots[0]) if roots and roots[0].numel() == 1 else None,
             dtype=name_of(roots[0].dtype) if roots else "float32",
+            device=roots[0].device.type if roots else "cpu",
+            thread=threading.get_ident(),
             autocast=self._autocasts.last_half(),
             halves=self._halves.taken(),
             lost=lost,

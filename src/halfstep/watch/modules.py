@@ -133,6 +133,10 @@ class Modules:
             own=self._renewing > 0 or self._renewed == self._session.stream.micro,
         )
 
+    def owners(self, module: torch.nn.Module) -> tuple[int, ...]:
+        """The optimizers that own some of this module's parameters."""
+        return self._owners(module, self._session.ident("module", module))
+
     def _owners(self, module: torch.nn.Module, ident: int) -> tuple[int, ...]:
         """The optimizers that own some of its parameters; asked again once more optimizers are known."""
         newest = self._session.ledger.newest()

@@ -70,7 +70,7 @@ class Paths:
         stack = self._stack()
         if not stack:
             try:
-                with self._session.look.silent():
+                with self._session.look.silent(), torch.no_grad():  # checkpointing counts what its forward saves
                     self._entered(module, args, sys._getframe(1))
             except Exception as error:
                 self._session.fault("root module entered", error)

@@ -126,18 +126,28 @@ class Session:
     def raised(self, error: BaseException) -> None:
         """The script ended in this exception (its place: the innermost line of the user's)."""
         frames: list[Place] = []
+        in_backward = False
         tb = error.__traceback__
         while tb is not None:
             code = tb.tb_frame.f_code
+            in_backward |= code.co_name == "_engine_run_backward"
             if is_users(code):
                 frames.append(Place(code.co_filename, tb.tb_lineno, code.co_qualname))
             tb = tb.tb_next
+        for sight in self.sights:
+            told = getattr(sight, "raised", None)
+            if told is not None:
+                try:
+                    told(error)
+                except Exception as own:
+                    self.fault(f"raised {type(sight).__name__}", own)
         self.stream.emit(
             Raised,
             at=frames[-1] if frames else None,
             type=type(error).__name__,
             message=str(error)[:2000],
             frames=tuple(frames),
+            in_backward=in_backward,
         )
 
     def finish(self, code: int | str | None = 0, by: str = "script") -> None:

@@ -13,8 +13,10 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.autocasts import Autocasts
     from halfstep.watch.averages import Averages
     from halfstep.watch.backwards import Backwards
+    from halfstep.watch.casts import Casts
     from halfstep.watch.compiled import Compiled
     from halfstep.watch.culprit import Culprit
+    from halfstep.watch.failures import Failures
     from halfstep.watch.frozen import Frozen
     from halfstep.watch.gradients import Gradients
     from halfstep.watch.halves import Halves
@@ -26,10 +28,12 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.optimizers import Optimizers
     from halfstep.watch.parameters import Parameters
     from halfstep.watch.poison import Poison
+    from halfstep.watch.recomputations import Recomputations
     from halfstep.watch.rounding import Rounding
     from halfstep.watch.scalers import Scalers
     from halfstep.watch.schedulers import Schedulers
     from halfstep.watch.states import States
+    from halfstep.watch.threads import Threads
 
     gradients = Gradients(session)
     halves = Halves(session)
@@ -58,6 +62,10 @@ def sights(session: Session) -> Sequence[Sight]:
         Frozen(session, parameters, gradients, modules),
         Histories(session, parameters),
         autocasts,
+        Casts(session, autocasts),
         modules,
+        Threads(session, autocasts, modules),
+        Recomputations(session, autocasts, modules),
+        Failures(session),
         States(session),
     )

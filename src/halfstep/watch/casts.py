@@ -1,0 +1,282 @@
+"""Casts of autocast: copies of weights gone stale, gradients computed in half, half input where it is off."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from halfstep.events import BackwardDowncast, HalfInOffRegion, Place, StaleCasts
+from halfstep.watch.autocasts import HALF, Autocasts, Region, name_of
+from halfstep.watch.look import Operation
+from halfstep.watch.patches import Patches
+from halfstep.watch.stream import Late
+
+if TYPE_CHECKING:
+    from halfstep.watch.session import Session
+
+_NODES = 50_000  # of a graph, looked through for casts of weights
+_WEIGHTS = 64  # whose copies are compared
+_ELEMENTS = 16  # of each
+_TOLD = 4  # events of one kind for each line
+_PRODUCTS = frozenset(
+    (
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "addbmm",
+        "matmul",
+        "linear",
+        "convolution",
+        "_convolution",
+        "conv2d",
+        "linalg_vecdot",
+    )
+)
+_DELICATE = frozenset(
+    (
+        "_softmax",
+        "_log_softmax",
+        "exp",
+        "expm1",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "logsumexp",
+        "pow",
+        "rsqrt",
+        "sum",
+        "mean",
+        "prod",
+        "cumsum",
+        "cumprod",
+        "var",
+        "std",
+        "var_mean",
+        "norm",
+        "linalg_vector_norm",
+        "native_layer_norm",
+        "native_group_norm",
+        "_fused_rms_norm",
+        "nll_loss_forward",
+        "nll_loss2d_forward",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "mse_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "soft_margin_loss",
+        "multi_margin_loss",
+    )
+)  # operators for whose sake a region is switched off: they lose most in half precision
+
+
+class _Copies:
+    """Half-precision copies of weights met in one region: what each weight was when its copy was first seen."""
+
+    def __init__(self, region: int) -> None:
+        self.region = region
+        self.backwards = 0
+        self.seen: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}  # sequence number of the cast
+
+
+class _Call:
+    """A backward that was called inside a region that is on."""
+
+    __slots__ = ("casts", "node", "operator", "operators", "region", "second", "worst")
+
+    def __init__(self, region: Region, second: bool) -> None:
+        self.region = region
+        self.second = second
+        self.node: tuple[str, int] = ("", -1)
+        self.casts: list[torch.Tensor] = []  # made by autocast for the running gradient operator
+        self.operators = 0
+        self.operator = ""
+        self.worst = ""
+
+
+class _Here(threading.local):
+    """What belongs to one thread."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call | None] = []
+        self.copies: _Copies | None = None
+        self.lowered: set[int] = set()  # storages that the script itself cast to half where autocast is off
+
+
+class Casts:
+    def __init__(self, session: Session, autocasts: Autocasts) -> None:
+        self._session = session
+        self._autocasts = autocasts
+        self._here = _Here()
+        self._native: set[int] = set()  # regions that are off around modules which are half themselves
+        self._told: Counter[Place | None] = Counter()
+
+    def install(self, patches: Patches) -> None:
+        patches.around(torch.autograd, "backward", self._before, self._after, self._failed)
+        patches.around(torch.autograd, "grad", self._before, self._after, self._failed)
+        if self not in self._session.look.lenses:
+            self._session.look.lenses.append(self)
+
+    # -- around a backward ---------------------------------------------------------------------------------------
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        here, stack = self._here, self._autocasts.stack
+        call = None
+        if stack and stack[-1].half is not None:
+            second = kwargs.get("create_graph", False) or (len(args) > 3 and args[3] is True)
+            call = _Call(stack[-1], bool(second))
+        here.calls.append(call)
+        here.lowered.clear()
+        if stack and len(here.calls) == 1:
+            self._look_for_stale(stack[0], args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
+
+    def _failed(self, token: Any, error: BaseException) -> None:
+        self._here.calls.pop()
+
+    def _after(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = self._here.calls.pop()
+        if call is None or not call.operators:
+            return
+        self._session.stream.emit(
+            BackwardDowncast,
+            at=self._session.place(),
+            dtype=str(call.region.half),
+            operators=call.operators,
+            operator=call.operator,
+            node=call.worst,
+            second=call.second,
+        )
+
+    # -- copies of weights ---------------------------------------------------------------------------------------
+
+    def _look_for_stale(self, region: Region, roots: Any) -> None:
+        """The cache of copies lives until the outermost region is left: compare what its weights are by now."""
+        copies = self._here.copies
+        if copies is None or copies.region != region.ident:
+            copies = self._here.copies = _Copies(region.ident)
+        copies.backwards += 1
+        number = self._session.stream.micro + 1 if copies.backwards == 1 else copies.backwards
+        if number > 8 and number & (number - 1):
+            return
+        flags: list[torch.Tensor] = []
+        for sequence, weight in _cast_weights([roots] if isinstance(roots, torch.Tensor) else roots):
+            known = copies.seen.get(sequence)
+            if known is None or known[0]() is not weight:
+                copies.seen[sequence] = (weakref.ref(weight), _sample(weight).clone())
+            elif len(flags) < _WEIGHTS:
+                flags.append((known[1] != _sample(weight)).any())
+        if flags and len({f.device for f in flags}) == 1:
+            self._session.stream.emit(
+                StaleCasts,
+                at=self._session.place(),
+                region=region.ident,
+                entered_at=region.at,
+                casts=len(flags),
+                changed=Late(torch.stack(flags).any(), bool),
+                backwards=copies.backwards,
+            )
+
+    # -- operators -----------------------------------------------------------------------------------------------
+
+    def before(self, operation: Operation) -> None:
+        pass
+
+    def after(self, operation: Operation) -> None:
+        stack = self._autocasts.stack
+        if not stack:
+            return
+        node = torch._C._current_autograd_node()
+        if node is not None:
+            self._in_backward(operation, node, stack)
+        elif len(stack) > 1 and not stack[-1].enabled:
+            self._in_off_region(operation, stack)
+
+    def _in_backward(self, operation: Operation, node: Any, stack: Sequence[Region]) -> None:
+        call = self._here.calls[-1] if self._here.calls else None
+        if call is None or stack[-1] is not call.region:
+            return  # a recomputation enters regions of its own
+        if torch.is_grad_enabled() and (not call.second or hasattr(node, "_forward_cls")):
+            return  # a recomputation that restores nothing
+        out = operation.out
+        if not isinstance(out, torch.Tensor) or out.dtype not in HALF:
+            return
+        name = node.name()
+        if operation.name == "_to_copy":
+            if operation.args[0].dtype == torch.float32 and not name.startswith("ToCopy"):
+                here = (name, node._sequence_nr())
+                if call.node != here:
+                    call.node = here
+                    call.casts.clear()
+                call.casts.append(out)
+        elif operation.name in _PRODUCTS and call.casts:
+            cast = {_storage(t) for t in call.casts}
+            factors = [t for t in operation.tensors() if t.is_floating_point()]
+            if factors and all(_storage(t) in cast for t in factors):
+                call.operators += 1
+                call.operator = call.operator or operation.name
+                call.worst = call.worst or name
+
+    def _in_off_region(self, operation: Operation, stack: Sequence[Region]) -> None:
+        region, out = stack[-1], operation.out
+        if isinstance(out, (list, tuple)):
+            out = next((t for t in out if isinstance(t, torch.Tensor)), None)
+        if region.ident in self._native or not isinstance(out, torch.Tensor) or out.dtype not in HALF:
+            return
+        if operation.name == "_to_copy":
+            if operation.args[0].dtype not in HALF:
+                self._here.lowered.add(_storage(out))
+            return
+        inputs = [t for t in operation.tensors() if t.dtype in HALF]
+        if any(isinstance(t, torch.nn.Parameter) for t in inputs):
+            self._native.add(region.ident)
+            return
+        if operation.name not in _DELICATE or not torch.is_grad_enabled() or not any(t.requires_grad for t in inputs):
+            return
+        on = next((r for r in reversed(stack) if r.half is not None and r.device == out.device.type), None)
+        if on is None or any(_storage(t) in self._here.lowered for t in inputs):
+            return
+        at = operation.at
+        self._told[at] += 1
+        if self._told[at] <= _TOLD:
+            self._session.stream.emit(
+                HalfInOffRegion,
+                at=at,
+                operator=operation.name,
+                dtype=name_of(out.dtype),
+                region=region.ident,
+                entered_at=region.at,
+            )
+
+
+def _cast_weights(roots: Any) -> Iterator[tuple[int, torch.Tensor]]:
+    """The leaves that the graph of these roots reaches through a cast: (the cast's sequence number, the leaf)."""
+    queue: list[Any] = [r.grad_fn for r in roots or () if isinstance(r, torch.Tensor) and r.grad_fn is not None]
+    seen = set(queue)
+    for node in queue:
+        inputs = [n for n, _ in node.next_functions if n is not None]
+        if len(inputs) == 1 and node.name().startswith("ToCopy"):
+            leaf = getattr(inputs[0], "variable", None)
+            if isinstance(leaf, torch.Tensor):
+                yield node._sequence_nr(), leaf
+        for other in inputs:
+            if other not in seen and len(queue) < _NODES:
+                seen.add(other)
+                queue.append(other)
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Some elements, spread evenly: a view where the memory is in one piece."""
+    weight = weight.detach()
+    flat = weight.view(-1) if weight.is_contiguous() else weight[(0,) * (weight.dim() - 1)]
+    return flat[:: max(1, flat.numel() // _ELEMENTS)]
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
