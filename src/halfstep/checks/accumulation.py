@@ -71,6 +71,7 @@ class Accumulation(BaseCheck):
         self._groups: dict[int, _Group] = {}
         self._habits: dict[int, _Optimizer] = {}
         self._used: OrderedDict[int, dict[int, int]] = OrderedDict()  # contribution -> optimizer -> seq of its attempt
+        self._told: dict[int, int] = {}  # optimizer -> the last NaN contribution told to be kept
 
     def _group(self, ident: int) -> _Group:
         return self._groups.setdefault(ident, _Group())
@@ -119,11 +120,18 @@ class Accumulation(BaseCheck):
     def _contributed(self, ident: int, event: Contribution, story: Story) -> None:
         group = self._group(ident)
         group.edited = False
+        optimizer = story.optimizer(ident)
+        spoilt = [c for c in optimizer.live if _is_nan(c)]
+        size = optimizer.usual_size() if optimizer.attempts > 1 else None
+        if spoilt and size and len(optimizer.live) >= size and spoilt[0].number > self._told.get(ident, 0):
+            # As many contributions as an update has, one of them NaN, and no attempt: the script skipped it itself.
+            self._told[ident] = spoilt[0].number
+            group.nonfinite = group.nonfinite or spoilt[0].at
         if group.nonfinite is not None:
             self._spoiled(ident, group.nonfinite)
             group.nonfinite = None
         if group.moved is not None:
-            if story.optimizer(ident).live:
+            if optimizer.live:
                 group.moves.append((group.moved.at or event.at, group.moved.operator))
             group.moved = None
 
@@ -287,6 +295,12 @@ class Accumulation(BaseCheck):
                 fix="keep parameters in float32 under autocast, or add each micro-batch's gradients to float32 buffers",
             )
         )
+
+
+def _is_nan(contribution: Contribution) -> bool:
+    """Its loss and so its gradients are NaN; not where nothing was supervised, whose gradients may be zero."""
+    loss = contribution.loss
+    return loss is not None and math.isnan(loss) and all(s.supervised != 0 for s in contribution.shares)
 
 
 def _kept(at: Place | None, how: str, stale: int, update: int) -> Finding:

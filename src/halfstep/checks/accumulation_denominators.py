@@ -14,7 +14,16 @@ from halfstep.checks.accumulation_evidence import Evidence
 from halfstep.checks.accumulation_weights import Strand, Term, even, near, strands
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.story import Story, Update
-from halfstep.events import Contribution, Division, Event, Finding, GradientsTaken, ModuleCalled, ModuleSeen
+from halfstep.events import (
+    Contribution,
+    Division,
+    Event,
+    Finding,
+    GradientsEdited,
+    GradientsTaken,
+    ModuleCalled,
+    ModuleSeen,
+)
 
 _REMEMBERED = 4096  # contributions whose forwards are remembered
 _SLIGHT, _CLEAR = 0.05, 0.2  # relative deviation of an element's coefficient: worth a word, worth a warning
@@ -129,6 +138,8 @@ class _Habit:
         place = update.attempt.at
         self._steps[(place.file, place.line) if place else None] += 1
         size, parts = strand.size, main.parts()
+        self._undivided.chance()
+        self._twice.chance()
         if parts is not None and parts == size:
             self._whole[size] += 1
         if size > 1:
@@ -157,8 +168,6 @@ class _Habit:
 
     def _sums(self, update: Update, strand: Strand, main: Term, parts: int | None, alone: bool) -> None:
         size, total = strand.size, main.total
-        self._undivided.chance()
-        self._twice.chance()
         means = all(w.share.reduction == "mean" or w.elements > 1 for w in main.weights)
         if parts == 1 and means and alone and _all_whole(strand):
             self._undivided.add(
@@ -175,34 +184,43 @@ class _Habit:
                     fix=f"(loss / {size}).backward(), or divide summed losses by the group's supervised elements",
                 )
             )
+        self._divided_twice(update, strand, main)
+
+    def _divided_twice(self, update: Update, strand: Strand, main: Term) -> None:
+        size, total, at = strand.size, main.total, strand.last.at
+        if not near(total * size, 1.0, main.close):
+            return
         divisions = _common(strand)
         by_size = [d for d in divisions if near(d.by, size)]
+        edits = [e for e in update.between if isinstance(e, GradientsEdited) and near(e.factor or 0.0, 1 / size)]
         ragged = not even([w.elements for w in main.weights], 0.02) and even([w.each for w in main.weights], 0.01)
-        twice = len(by_size) > 1 and not (size == 2 and main.is_square)
-        if near(total * size, 1.0, main.close) and (twice or (by_size and ragged)):
-            first = by_size[-1]
-            outer = by_size[0]
-            at = strand.last.at
-            tool = outer.at is not None and at is not None and outer.at == at and first.at != outer.at
-            self._twice.add(
-                Finding(
-                    rule="loss-divided-twice",
-                    severity="error",
-                    at=first.at or at,
-                    update=update.number,
-                    message=(
-                        f"the loss of each of {size} micro-batches was divided by {size} twice"
-                        + (f" (the second time by the call at line {at.line})" if tool and at else "")
-                        + f": the coefficients add up to {total:.4g}, the gradient is {size} times too small"
-                    ),
-                    evidence={
-                        "micro_batches": size,
-                        "sum_of_coefficients": total,
-                        "divisions": [d.by for d in divisions],
-                    },
-                    fix="leave the division to one of the two: drop the script's own `/ accumulation_steps`",
-                )
+        if len(by_size) + len(edits) > 1 and not (size == 2 and main.is_square):
+            place = edits[0].at if edits else by_size[-1].at
+        elif by_size and ragged:
+            place = by_size[-1].at
+        else:
+            return
+        outer = by_size[0].at
+        tool = outer is not None and outer == at and place != outer
+        self._twice.add(
+            Finding(
+                rule="loss-divided-twice",
+                severity="error",
+                at=place or at,
+                update=update.number,
+                message=(
+                    f"the loss of each of {size} micro-batches was divided by {size} twice"
+                    + (f" (again by the call at line {at.line})" if tool and at else "")
+                    + f": the coefficients add up to {total:.4g}, the gradient is {size} times too small"
+                ),
+                evidence={
+                    "micro_batches": size,
+                    "sum_of_coefficients": total,
+                    "divided_by": [d.by for d in divisions],
+                },
+                fix="leave the division to one of the two: drop the script's own `/ accumulation_steps`",
             )
+        )
 
     def _mean_of_means(self, update: Update, strand: Strand, term: Term) -> None:
         if not term.known or any(not w.elements for w in term.weights) or not term.total:

@@ -85,9 +85,11 @@ class Supervision(BaseCheck):
         if not share.supervised or not math.isfinite(share.total):
             return
         key = (event.route, share.loss, ordinal)
-        evidence = self._counted.setdefault(key, Evidence(least=2, share=0.0, weight="ignored"))
-        if share.supervised >= _FEW * share.positions or share.spread > 0.02:
+        evidence = self._counted.setdefault(key, Evidence(least=4, share=0.8, weight="ignored"))
+        own_mean = share.reduction == "mean" and share.loss in ("cross_entropy", "nll")  # torch counts targets itself
+        if own_mean or share.supervised >= _FEW * share.positions or share.spread > 0.02:
             return
+        evidence.chance()
         over_all = share.coefficient * share.positions / (event.scale or 1.0) / max(share.parts, 1)
         factors = [1.0, math.prod(d.by for d in event.divisions), *(d.by for d in event.divisions)]
         if not any(near(over_all * factor, 1.0, 0.02 if event.dtype != "float32" else 0.004) for factor in factors):
@@ -218,7 +220,7 @@ class _Log:
 
 def _nothing(share: Share) -> bool:
     """No element of the term counts, and that made it 0 / 0."""
-    return share.supervised == 0 and share.positions > 0 and not math.isfinite(share.total)
+    return share.supervised == 0 and not math.isfinite(share.total)
 
 
 def _keep(memory: OrderedDict[int, Any], key: int, value: Any) -> None:

@@ -74,7 +74,14 @@ CONSEQUENCES: dict[str, frozenset[str]] = {
         {"leftover-micro-batches", "foreign-gradients", *_WAITING, *_SPREADS, *_WEIGHTS, *_NONFINITE}
     ),
     "skipped-gradients-kept": frozenset(
-        {"scaler-update-missing", "gradients-never-cleared", "leftover-micro-batches", *_SPREADS, *_NONFINITE}
+        {
+            "scaler-update-missing",
+            "gradients-never-cleared",
+            "leftover-micro-batches",
+            *_WEIGHTS,
+            *_SPREADS,
+            *_NONFINITE,
+        }
     ),
     "optimizer-step-every-micro-batch": frozenset(
         {"gradients-never-cleared", "scheduler-per-micro-batch", "ema-per-micro-batch", "schedule-never-finishes"}
@@ -97,6 +104,7 @@ CONSEQUENCES: dict[str, frozenset[str]] = {
 }
 
 
+_GROWTH = frozenset({"forward-overflow", "backward-nonfinite", "half-reduction-overflow"})
 _RARE = 2  # batches that poisoned statistics, when the statistics are what is wrong
 
 
@@ -106,8 +114,8 @@ def fold(findings: list[Finding]) -> list[Finding]:
         findings = _batch_or_statistics(findings)
     present = {f.rule for f in findings}
     if any(f.rule == "loss-scale-collapse" and f.evidence.get("grew") for f in findings):
-        present -= {"forward-overflow", "backward-nonfinite"}  # what overflows when values grow is a consequence
-        findings = [f for f in findings if f.rule not in ("forward-overflow", "backward-nonfinite")]
+        present -= _GROWTH  # what overflows when values grow is a consequence
+        findings = [f for f in findings if f.rule not in _GROWTH]
     elif "loss-scale-collapse" in present:
         present.discard("backward-nonfinite")
     explained = {rule for cause in present for rule in CONSEQUENCES.get(cause, frozenset()) if rule != cause}
