@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import itertools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +34,8 @@ _ALIVE = 6  # earlier updates whose graphs live: more than any recurrence holds
 _OLD = 8  # living tensors with graphs of earlier updates
 _GREW = 3
 _NODES = 20_000  # of a graph walked through in search of old roots
+_NEAR = 64  # of its nodes looked at to tell whether a tensor continues an earlier one
+_TENSORS = 2000
 _DEEP = 3  # containers in containers
 
 _sequence = getattr(torch._C._autograd, "_get_sequence_nr", None)
@@ -92,7 +95,7 @@ class Histories:
         return {t.attempt for t in tokens if t is not None and t.attempt < self._attempts - 2}
 
     def _look_for(self, alive: int, scan: bool) -> None:
-        old = [t for t in _graph_tensors() if self._is_old(t)]
+        old = [t for t in itertools.islice(_graph_tensors(), _TENSORS) if self._is_old(t)]
         if scan:
             before, self._tensors = self._tensors, len(old)
             grew = 0 if before is None else len(old) - before
@@ -120,7 +123,7 @@ class Histories:
         node: Any = None if tensor._is_view() else tensor.grad_fn
         if node is None:
             return False
-        tokens = _tokens(node, 8)
+        tokens = _tokens(node, _NEAR)
         return node._sequence_nr() < self._marks[0] or any(t.attempt < self._attempts - 2 for t in tokens)
 
     def _holds_roots(self, tensor: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
 
 _NAMES = (
     "num_training_steps",
@@ -121,12 +122,11 @@ def _named(function: Any) -> int | None:
         found.update(zip(names, function.args, strict=False))
         function = function.func
     if isinstance(function, types.FunctionType):
+        space = function.__globals__
+        found.update({name: space[name] for name in function.__code__.co_names if name in space})
         cells = function.__closure__ or ()
         for name, cell in zip(function.__code__.co_freevars, cells, strict=True):
-            try:
-                found.setdefault(name, cell.cell_contents)
-            except ValueError:
-                continue
+            found.setdefault(name, _content(cell))
     elif not isinstance(function, type):
         found.update(getattr(function, "__dict__", {}))
     return next((n for n in (_whole(found.get(name)) for name in _NAMES) if n is not None), None)
@@ -144,9 +144,10 @@ def _is_arithmetic(function: types.FunctionType) -> bool:
         value = space.get(name, getattr(builtins, name, None))
         if name in _HARMLESS and (value is None or value is math or _is_harmless(value)):
             continue
-        if not isinstance(value, (int, float)):
+        if not isinstance(value, (int, float, list, tuple, DataLoader)):  # of the last three, the length
             return False
-    return all(isinstance(_content(c), (int, float, types.NoneType)) for c in function.__closure__ or ())
+    inside = (int, float, types.NoneType, list, tuple, DataLoader)
+    return all(isinstance(_content(c), inside) for c in function.__closure__ or ())
 
 
 def _is_harmless(value: Any) -> bool:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _BATCHES = 4096  # of a pass are remembered
 _SOURCES = 64  # whose last pass is remembered
+_BEGUN = 2  # batches: a pass that goes no further when another begins
 _MOST = 4096  # data sets told apart
 _FEW = 8  # indices: a shorter permutation is no order of a data set
 _DRAWING = {"randperm", "shuffle", "permutation", "sample", "permuted", "randint", "multinomial"}
@@ -89,12 +90,12 @@ class Loaders:
         iterator, loader = args[0], kwargs.get("loader", args[1] if len(args) > 1 else None)
         if not isinstance(loader, torch.utils.data.DataLoader):
             return
-        for key, old in list(self._passes.items()):
-            if old.iterator() is None or key == id(iterator):
-                self._end(key, whole=False)
         sampler = _innermost(loader)
         at = self._session.place()
         key = self._source(loader.dataset, at, type(sampler).__name__, loader.batch_size)
+        for ident, old in list(self._passes.items()):
+            if old.iterator() is None or ident == id(iterator) or (old.key == key and old.batches >= _BEGUN):
+                self._end(ident, whole=False)  # broken off
         micro = self._session.stream.micro
         self._passes[id(iterator)] = _Pass(iterator, sampler, key, self._last.get(key, []), micro, at)
 

@@ -12,6 +12,7 @@ from halfstep.events import Attempt, HalfUpdate, OptimizerMade, StateLoaded
 from halfstep.watch.gradients import Gradients
 from halfstep.watch.halves import Halves
 from halfstep.watch.patches import Patches
+from halfstep.watch.place import made_at
 from halfstep.watch.scalers import Scalers, counts, rate
 from halfstep.watch.stream import Draft, Late
 
@@ -58,7 +59,7 @@ class Optimizers:
         options = optimizer.param_groups[0] if optimizer.param_groups else {}
         self._session.stream.emit(
             OptimizerMade,
-            at=self._session.place(),
+            at=made_at(optimizer),
             optimizer=self._session.ledger.ident(optimizer),
             type=type(optimizer).__name__,
             parameters=len(parameters),

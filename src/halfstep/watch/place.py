@@ -87,5 +87,16 @@ def route(frame: FrameType | None = None) -> int:
     return mixed
 
 
+def made_at(thing: object) -> Place | None:
+    """The user's line that makes ``thing``: outside its own `__init__`, which may be the user's too."""
+    frame: FrameType | None = sys._getframe(1)
+    outside = frame
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is thing:
+            outside = frame.f_back
+        frame = frame.f_back
+    return place(outside)
+
+
 def _of(frame: FrameType) -> Place:
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_qualname)

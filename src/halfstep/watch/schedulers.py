@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import lr_scheduler
 
-from halfstep.events import Place, SchedulerMade, SchedulerStepped, StateLoaded
+from halfstep.events import SchedulerMade, SchedulerStepped, StateLoaded
 from halfstep.watch.lengths import length, overrun
 from halfstep.watch.patches import Patches
-from halfstep.watch.place import place
+from halfstep.watch.place import made_at
 from halfstep.watch.scalers import rate
 
 if TYPE_CHECKING:
@@ -90,14 +88,3 @@ class Schedulers:
             lr_after=None if optimizer is None else rate(optimizer),
             given=kwargs.get("epoch", args[1] if len(args) > 1 else None) is not None,
         )
-
-
-def made_at(thing: Any) -> Place | None:
-    """The line that makes ``thing``: outside its own `__init__`, which may be the user's too."""
-    frame: FrameType | None = sys._getframe(1)
-    outside = frame
-    while frame is not None:
-        if frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is thing:
-            outside = frame.f_back
-        frame = frame.f_back
-    return place(outside)
