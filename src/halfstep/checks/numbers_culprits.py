@@ -126,6 +126,10 @@ class Culprits(BaseCheck):
         }
 
     def _words(self, event: NonFinite, story: Story) -> Words | None:
+        if event.cause == "operator" and event.in_optimizer and event.at in self._attempted_at:
+            return None  # its own arithmetic: nonfinite-update-applied tells
+        if event.cause == "constant" and event.constant == event.scale:
+            return None  # a half-precision loss times the scale: it settles
         if event.cause == "operator":
             return self._backward(event) if event.phase == "backward" else _forward(event)
         if event.cause == "parameter":

@@ -65,8 +65,9 @@ class ClipSpreads(BaseCheck):
     def updated(self, update: Update, story: Story) -> Iterable[Finding]:
         if not update.applied or update.attempt.scaler is not None:
             return
+        began = min((c.seq for c in update.live), default=0)  # what a group thrown away before it saw is not told
         for event in update.between:
-            if not isinstance(event, Clipped) or event.kind != "norm" or not _wrong(event.norm):
+            if not isinstance(event, Clipped) or event.kind != "norm" or not _wrong(event.norm) or event.seq < began:
                 continue
             bad, total = event.nonfinite, event.tensors
             if bad is None or total is None or 2 * bad > total:
