@@ -28,6 +28,7 @@ from halfstep.events import (
 _SETTLED = 2  # attempts by a new scaler that make sure it took the old one's place
 _JUDGED = 32  # updates of the scale after which a run's precision is known
 _LOST = 0.1  # of a gradient's elements
+_KEPT = 64  # scalers remembered
 _EARLY = 8  # contributions at the start of a run: later, gradients may shrink for good reasons
 
 
@@ -59,6 +60,8 @@ class ScalerReplaced(BaseCheck):
         match event:
             case ScalerMade(enabled=True):
                 self._lives[event.scaler] = _Life(made=event, scale=event.scale, last=event.seq)
+                if len(self._lives) > _KEPT:
+                    del self._lives[next(iter(self._lives))]
             case StateLoaded(kind="scaler", ident=int(ident)):
                 self._life(ident).loaded = True
             case StateLoaded(kind="optimizer", ident=int(ident)):
@@ -286,10 +289,11 @@ class Fp16WithoutScaler(BaseCheck):
             self._plain = self._plain or event
             if self._number <= _EARLY and event.lost is not None and event.lost >= _LOST:
                 self._lost.append(event)
-        elif isinstance(event, GradientsEdited) and event.factor is not None:
-            self._own_scale = True
-        elif isinstance(event, Attempt) and event.divided_by is not None:
-            self._own_scale = True
+        match event:
+            case GradientsEdited(factor=float()) | Attempt(divided_by=float()):
+                self._own_scale = True
+            case _:
+                pass
         return ()
 
     def updated(self, update: Update, story: Story) -> Iterable[Finding]:

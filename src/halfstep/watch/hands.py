@@ -394,7 +394,7 @@ def _written(operation: Operation) -> list[Any]:
 
 
 def _is_plain(tensor: Any) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _storage(tensor: torch.Tensor) -> int:

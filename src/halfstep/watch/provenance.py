@@ -138,6 +138,8 @@ class Provenance:
     # -- asking --------------------------------------------------------------------------------------------------
 
     def of(self, tensor: torch.Tensor) -> Origin | None:
+        if tensor.layout is not torch.strided:
+            return None  # a sparse gradient has no storage of its own
         known = self._origins.get(address(tensor))
         return None if known is None else known[1]
 
