@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from halfstep.checks.accumulation_evidence import Evidence
-from halfstep.checks.accumulation_weights import near, strands
+from halfstep.checks.accumulation_weights import is_driven, near, strands
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.story import Story, Update
 from halfstep.events import (
@@ -156,7 +156,7 @@ class Accumulation(BaseCheck):
             self._used.setdefault(contribution.number, {})[ident] = attempt.seq
         while len(self._used) > _REMEMBERED:
             self._used.popitem(last=False)
-        if attempt.closure:
+        if is_driven(update, story.optimizer(ident).made):
             habit.closure = True
         if habit.closure or group.halves:
             habit.attempted(update)

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 
 from halfstep.checks.accumulation_evidence import Evidence
-from halfstep.checks.accumulation_weights import Strand, Term, even, near, strands
+from halfstep.checks.accumulation_weights import Strand, Term, even, is_driven, near, strands
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.story import Story, Update
 from halfstep.events import (
@@ -75,7 +75,7 @@ class Denominators(BaseCheck):
 
     def updated(self, update: Update, story: Story) -> Iterable[Finding]:
         live = update.live
-        if update.attempt.closure or update.stale or not live:
+        if not live or update.stale or is_driven(update, story.optimizer(update.optimizer).made):
             return
         found = strands(update)
         routes = {s.last.route for s in found}

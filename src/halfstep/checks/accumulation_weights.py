@@ -12,10 +12,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from halfstep.checks.story import Update
-from halfstep.events import Contribution, GradientsEdited, Share
+from halfstep.events import Contribution, GradientsEdited, OptimizerMade, Share
 
 CLOSE = 0.004  # two sums of coefficients that differ by less are equal (FP32 losses)
 CLOSE_HALF = 0.02  # where the loss itself was in half precision: BF16 has 8 bits
+_CALLS_ONCE = frozenset({"SGD", "Adagrad", "Adadelta", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "SparseAdam"}) | {
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Adafactor",
+    "Muon",
+}
 _SQUARES = frozenset({"mse", "elementwise", "smooth_l1", "huber", "l1"})
 
 
@@ -116,6 +123,14 @@ class Strand:
     def same_parameters(self, optimizer: int) -> bool:
         """Every contribution reached the same parameters of this optimizer (heads of several tasks do not)."""
         return len({c.reached.get(optimizer) for c in self.contributions}) == 1
+
+
+def is_driven(update: Update, made: OptimizerMade | None) -> bool:
+    """The optimizer calls its closure as often as it likes: it decides what a group is (LBFGS, SAM).
+
+    torch's first-order optimizers call it once, before anything else: trainers hand them their last micro-batch in it.
+    """
+    return update.attempt.closure and (made is None or made.type not in _CALLS_ONCE)
 
 
 def strands(update: Update, contributions: Sequence[Contribution] | None = None) -> list[Strand]:
