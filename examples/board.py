@@ -11,6 +11,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from halfstep.report.run_page import show_run
+
 if TYPE_CHECKING:
     from segmentation import Training
 
@@ -58,7 +60,9 @@ class Board:
             table.add_row(*_row(training))
         return table
 
-    def conclude(self, counted: Sequence[dict[str, int]], reports: Sequence[Any], aim: float, seconds: float) -> None:
+    def conclude(
+        self, counted: Sequence[dict[str, int]], reports: Sequence[Any], aim: float | None, seconds: float
+    ) -> None:
         """Quality, speed and memory side by side, then the record of each run."""
         names = [report["precision"]["used"] for report in reports]
         table = Table(title="measured in this run", title_justify="left", box=None, pad_edge=False)
@@ -76,13 +80,13 @@ class Board:
             table.add_row(what, *(f"{size / 2**20:.2f} MiB" for size in sizes), *_pair("× {0:.2f}", sizes))
         for report in reports:
             self.console.print()
-            self.console.print(str(report), soft_wrap=True)
+            show_run(report, self.console)
         self.console.print()
         self.console.print(table)
-        reached = "reached" if ious[0] >= aim else "not reached"
-        self.console.print(
-            f"\nvalidation IoU {ious[0]:.3f} in {names[0]}; the aim of {aim:.2f} is {reached}; {seconds:.0f} s in all"
-        )
+        verdict = ""
+        if aim is not None:
+            verdict = f"; the aim of {aim:.2f} is {'reached' if ious[0] >= aim else 'not reached'}"
+        self.console.print(f"\nvalidation IoU {ious[0]:.3f} in {names[0]}{verdict}; {seconds:.0f} s in all")
 
 
 def _row(training: Training) -> list[str]:

@@ -24,9 +24,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
 from torch import Tensor, nn
 
 from halfstep import MixedPrecisionManager
+from halfstep.report.run_page import show_run
 from signatures import BUCKETS, PADDING, Pair, encode, pairs
 
 QUERY_WORDS, DOCUMENT_WORDS = 12, 48
@@ -133,13 +135,19 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the record there")
     parser.add_argument("--quick", action="store_true", help="a few updates: does it run?")
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    if chosen.updates < 1:
+        parser.error(f"--updates {chosen.updates}: at least 1")
+    return chosen
 
 
 def main(arguments: list[str] | None = None) -> int:
     chosen = options(arguments)
     updates = min(chosen.updates, 5) if chosen.quick else chosen.updates
-    training, held_out = split(pairs())
+    found = pairs()
+    if len(found) < HELD_OUT + BATCH:
+        raise SystemExit(f"only {len(found)} documented functions found: is the standard library here without sources?")
+    training, held_out = split(found)
     print(f"{len(training)} pairs to learn from, {len(held_out)} held out; chance MRR@10 {CHANCE:.4f}")
     device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or "cpu"
     queries, documents, asked, stored = (t.to(device) for t in (*tensors(training), *tensors(held_out)))
@@ -148,25 +156,28 @@ def main(arguments: list[str] | None = None) -> int:
     model = LateInteraction().to(device)
     manager = MixedPrecisionManager(chosen.amp)
     start = perf_counter()
+    reached: list[float] = []
 
     def show(done: int, loss: Tensor) -> None:
         if done % 50 == 0 or done == updates:
-            reached = mrr(manager, model, asked, stored)
-            manager.log(mrr_at_10=reached)
+            reached.append(mrr(manager, model, asked, stored))
+            manager.log(mrr_at_10=reached[-1])
             spent = perf_counter() - start
-            print(f"update {done:4d}   loss {float(loss):.3f}   MRR@10 {reached:.3f}   {spent:.0f} s", flush=True)
+            print(f"update {done:4d}   loss {float(loss):.3f}   MRR@10 {reached[-1]:.3f}   {spent:.0f} s", flush=True)
 
+    status = 0
     try:
         train(manager, model, queries, documents, updates, chosen.seed, show)
     except KeyboardInterrupt:
         print("stopped by Ctrl-C; what was reached:")
-    reached = mrr(manager, model, asked, stored)
-    print(f"MRR@10 {reached:.3f}, {reached / CHANCE:.0f} times chance")
+        reached.append(mrr(manager, model, asked, stored))
+        status = 130
+    print(f"MRR@10 {reached[-1]:.3f}, {reached[-1] / CHANCE:.0f} times chance")
     report = manager.report()
-    print(report)
+    show_run(report, Console())
     if chosen.json:
-        chosen.json.write_text(json.dumps({"mrr_at_10": reached, "chance": CHANCE, "record": report}) + "\n")
-    return 0
+        chosen.json.write_text(json.dumps({"mrr_at_10": reached[-1], "chance": CHANCE, "record": report}) + "\n")
+    return status
 
 
 if __name__ == "__main__":
