@@ -2,7 +2,7 @@
 
 Each backward's root node gets a token; it lives as long as the node. Tokens of contributions made several updates ago
 should be gone. Tensors that carry a graph but were never a root (predictions, validation losses) are counted in a few
-passes over the collector's objects: after attempts 8, 24, 56, 120 and so on.
+passes over the collector's objects: two early ones, then as many as a small share of the run's time allows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import collections
 import gc
 import itertools
+import operator
 import sys
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType, ModuleType
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 _TOKEN = "halfstep.root"
 _KEPT = 512  # roots remembered
 _OFTEN, _SELDOM, _DENSE = 4, 64, 64  # attempts between two counts of living tokens: at first, later, until when
+_FIRST, _SECOND = 8, 24  # attempts after which tensors are counted in any case
+_SHARE = 0.003  # of the run's time that later counts may take
 _ALIVE = 6  # earlier updates whose graphs live: more than any recurrence holds
 _OLD = 8  # living tensors with graphs of earlier updates
 _GREW = 3
@@ -55,6 +59,9 @@ class Histories:
         self._attempts = 0
         self._before = 0  # earlier updates whose graphs lived, at the last count
         self._tensors: int | None = None  # living tensors with old graphs, at the last count
+        self._began = time.perf_counter()
+        self._next = _FIRST  # the attempt after which tensors are counted next
+        self._found = 0
         self._marks: collections.deque[int] = collections.deque(maxlen=3)  # sequence numbers at the last attempts
         parameters.witnesses.append(self)
 
@@ -85,9 +92,10 @@ class Histories:
             alive = len(self._living())
             grew, self._before = alive - self._before, alive
             alive = alive if alive >= _ALIVE and grew >= _GREW else 0
-        scan = number % 8 == 0 and (number // 8 + 1) & (number // 8) == 0
-        if (alive or scan) and len(self._marks) == self._marks.maxlen:
-            self._look_for(alive, scan)
+        if number < self._next and not (alive and number >= 2 * self._found):
+            return
+        if len(self._marks) == self._marks.maxlen:
+            self._look_for(alive, number >= self._next)
 
     def _living(self) -> set[int]:
         """The earlier updates (not the last two) of whose graphs a root lives."""
@@ -95,12 +103,13 @@ class Histories:
         return {t.attempt for t in tokens if t is not None and t.attempt < self._attempts - 2}
 
     def _look_for(self, alive: int, scan: bool) -> None:
+        began = time.perf_counter()
         old = [t for t in itertools.islice(_graph_tensors(), _TENSORS) if self._is_old(t)]
+        grew = 0
         if scan:
             before, self._tensors = self._tensors, len(old)
             grew = 0 if before is None else len(old) - before
-        else:
-            grew = 0
+            self._plan(time.perf_counter() - began)
         many = len(old) >= _OLD and grew >= _GREW
         if not alive and not many:
             return
@@ -109,6 +118,7 @@ class Histories:
         if holder is None and not alive:
             return
         at = at or self._session.place()
+        self._found = self._attempts
         self._session.stream.emit(
             GraphsKept,
             at=at,
@@ -118,6 +128,12 @@ class Histories:
             growth=float(grew),
             holder=holder,
         )
+
+    def _plan(self, cost: float) -> None:
+        """When to look again: at twice the attempts, or later, if that would cost more than its share of the time."""
+        pace = (time.perf_counter() - self._began) / self._attempts
+        paid = 0 if self._attempts < _SECOND else int(cost / _SHARE / max(pace, 1e-9))
+        self._next = max(_SECOND if self._attempts < _SECOND else 2 * self._attempts, self._attempts + paid)
 
     def _is_old(self, tensor: torch.Tensor) -> bool:
         node: Any = None if tensor._is_view() else tensor.grad_fn
@@ -131,10 +147,12 @@ class Histories:
 
 
 def _graph_tensors() -> Iterator[torch.Tensor]:
-    """All living tensors that carry a graph. A view's own node is not touched: asking for it may make a new one."""
-    for thing in gc.get_objects():
-        if type(thing) is torch.Tensor and thing.requires_grad and not thing.is_leaf:
-            yield thing
+    """All living tensors that carry a graph."""
+    things = gc.get_objects()
+    plain = map(operator.is_, map(type, things), itertools.repeat(torch.Tensor))
+    for tensor in itertools.compress(things, plain):
+        if tensor.requires_grad and not tensor.is_leaf:
+            yield tensor
 
 
 def _tokens(node: Any, limit: int) -> Iterator[_Token]:
