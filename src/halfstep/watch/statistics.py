@@ -79,6 +79,8 @@ class Statistics:
         else:
             self._nth = (micro, self._nth[1] + 1 if self._nth[0] == micro else 1)
             key, owner = (0, self._nth[1]), None
+        if owner is None and x.shape[0] == 1:
+            return  # instance normalisation runs on the same operator, its examples laid side by side
         if owner is not None and self._measured.get(owner, 0) >= _GROUPS:
             return
         layer = self._layers.get(key)
