@@ -118,5 +118,5 @@ class ScaleReads:
 
 
 def same_line(events: Iterable[Contribution]) -> bool:
-    """Whether these contributions come from one line, as the micro-batches of a loop do."""
-    return len({(e.at.file, e.at.line) if e.at else None for e in events}) == 1
+    """Whether these contributions come from one line by one way, as the micro-batches of a loop do."""
+    return len({((e.at.file, e.at.line) if e.at else None, e.route) for e in events}) == 1

@@ -22,6 +22,7 @@ from halfstep.events import (
     ScalerMade,
     ScaleUpdated,
     StateLoaded,
+    StateSaved,
     Unscaled,
 )
 
@@ -55,6 +56,7 @@ class ScalerReplaced(BaseCheck):
         self._files: set[str] = set()
         self._numbers: set[float] = set()
         self._told: set[int] = set()
+        self._saved = False
 
     def see(self, event: Event, story: Story) -> Iterable[Finding]:
         match event:
@@ -69,6 +71,8 @@ class ScalerReplaced(BaseCheck):
                     self._loaded[ident] = event
             case StateLoaded(kind="module"):
                 self._modules += 1
+            case StateSaved():
+                self._saved = True
             case StateLoaded():
                 self._files.add(event.kind)
                 self._numbers.update(event.numbers)
@@ -78,6 +82,9 @@ class ScalerReplaced(BaseCheck):
             case _:
                 pass
         return ()
+
+    def _others(self, life: _Life) -> Iterable[_Life]:
+        return (other for other in self._lives.values() if other is not life)
 
     def _life(self, ident: int) -> _Life:
         return self._lives.setdefault(ident, _Life())
@@ -147,6 +154,12 @@ class ScalerReplaced(BaseCheck):
         if made.scale in self._numbers:
             return  # restored by hand
         there = "file with scaler" in self._files
+        if (
+            not there
+            and self._saved
+            and not any(other.last < loaded.seq and other.attempts for other in self._others(life))
+        ):
+            return  # what was saved here was not trained with a scaler: the run changes its precision
         yield Finding(
             rule="scaler-not-restored",
             severity="error",

@@ -7,6 +7,7 @@ not carry it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,6 +59,18 @@ class Hands:
 
     def install(self, patches: Patches) -> None:
         self._session.look.lenses.append(self)
+        patches.around(torch._tensor_str, "_str", self._before_print)  # where a mode sees nothing
+
+    def _before_print(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensor = kwargs.get("self", args[0] if args else None)
+        if isinstance(tensor, torch.Tensor) and (self._powers or self._gradients.carried):
+            self._refresh()
+            carried = self._carried(tensor)
+            if carried is not None and not carried.measured:
+                at = self._session.place()
+                carried = replace(carried, measured=True, origin=replace(carried.origin, at=at, how="print"))
+            if carried is not None:
+                self._used(carried, "read", tensor)
 
     # -- the lens ------------------------------------------------------------------------------------------------
 
@@ -78,7 +91,7 @@ class Hands:
         args: list[tuple[Any, Carried | None]] = []
         for value in operation.args:
             first = value[0] if isinstance(value, (list, tuple)) and value else value
-            args.append((value, self._carried(first, name) if isinstance(first, torch.Tensor) else None))
+            args.append((value, self._carried(first) if isinstance(first, torch.Tensor) else None))
         if not any(c is not None for _, c in args):
             if name in ("mul", "div", "clamp"):
                 self._copy(operation)
@@ -87,7 +100,7 @@ class Hands:
             self._copy(operation)
         self._follow(operation, name, args)
 
-    def _carried(self, tensor: torch.Tensor, name: str) -> Carried | None:
+    def _carried(self, tensor: torch.Tensor) -> Carried | None:
         """What this argument carries: known from before, or because it is a gradient under a scale."""
         known = self._powers.get(tensor)
         if known is not None:
