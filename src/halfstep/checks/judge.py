@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from halfstep.checks.folding import fold
-from halfstep.checks.registry import checks
+from halfstep.checks.registry import BaseCheck, checks
 from halfstep.checks.story import Story
 from halfstep.events import Event, Fault, Finding, Place
 
@@ -51,6 +51,11 @@ class Summary:
         }
 
 
+def ranked(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The gravest first, then the earliest."""
+    return tuple(sorted(findings, key=lambda f: (_ORDER[f.severity], f.update or 0)))
+
+
 class Judge:
     """Feed it events in order with `see`, then `end`; ask for `findings` and `summary` at any time.
 
@@ -61,22 +66,26 @@ class Judge:
         self.story = Story()
         self.ended = False
         self._checks = checks()
+        self._seers = [c for c in self._checks if type(c).see is not BaseCheck.see]
+        self._updaters = [c for c in self._checks if type(c).updated is not BaseCheck.updated]
         self._tell = tell
         self._found: dict[tuple[Any, ...], Finding] = {}
 
     def see(self, event: Event) -> None:
         if isinstance(event, Fault):
             self._internal(event.where, event.message, event.at)
-        for check in self._checks:
+        for check in self._seers:
             try:
-                self._take(check.see(event, self.story))
+                for finding in check.see(event, self.story):
+                    self._take(finding)
             except Exception as error:
                 self.broken(f"{type(check).__name__}.see", error)
         update = self.story.tell(event)
         if update is not None:
-            for check in self._checks:
+            for check in self._updaters:
                 try:
-                    self._take(check.updated(update, self.story))
+                    for finding in check.updated(update, self.story):
+                        self._take(finding)
                 except Exception as error:
                     self.broken(f"{type(check).__name__}.updated", error)
 
@@ -86,13 +95,18 @@ class Judge:
         self.ended = True
         for check in self._checks:
             try:
-                self._take(check.end(self.story))
+                for finding in check.end(self.story):
+                    self._take(finding)
             except Exception as error:
                 self.broken(f"{type(check).__name__}.end", error)
 
     def findings(self) -> tuple[Finding, ...]:
         """What was found, consequences folded under their cause, the gravest first."""
-        return tuple(sorted(fold(list(self._found.values())), key=lambda f: (_ORDER[f.severity], f.update or 0)))
+        return ranked(fold(self.unfolded()))
+
+    def unfolded(self) -> list[Finding]:
+        """Everything that was found, what follows from a cause beside it."""
+        return list(self._found.values())
 
     @property
     def summary(self) -> Summary:
@@ -120,34 +134,31 @@ class Judge:
 
     def _internal(self, where: str, message: str, at: Place | None) -> None:
         self._take(
-            [
-                Finding(
-                    rule="halfstep-internal",
-                    severity="info",
-                    at=at,
-                    message=f"halfstep itself failed in {where}: {message}; what it would have seen was not judged",
-                    evidence={"where": where},
-                    fix="please report this with the message above",
-                )
-            ]
+            Finding(
+                rule="halfstep-internal",
+                severity="info",
+                at=at,
+                message=f"halfstep itself failed in {where}: {message}; what it would have seen was not judged",
+                evidence={"where": where},
+                fix="please report this with the message above",
+            )
         )
 
-    def _take(self, findings: Iterable[Finding]) -> None:
-        for finding in findings:
-            at = finding.at
-            key: tuple[Any, ...] = (
-                finding.rule,
-                at.file if at else None,
-                at.line if at else None,
-                finding.module,
-                finding.rank,
-            )
-            if finding.rule == "halfstep-internal":
-                key = (*key, finding.evidence.get("where"))
-            old = self._found.get(key)
-            if old is not None:
-                self._found[key] = dataclasses.replace(old, count=old.count + finding.count)
-                continue
-            self._found[key] = finding
-            if self._tell is not None and finding.severity == "error" and finding in fold(list(self._found.values())):
-                self._tell(finding)
+    def _take(self, finding: Finding) -> None:
+        at = finding.at
+        key: tuple[Any, ...] = (
+            finding.rule,
+            at.file if at else None,
+            at.line if at else None,
+            finding.module,
+            finding.rank,
+        )
+        if finding.rule == "halfstep-internal":
+            key = (*key, finding.evidence.get("where"))
+        old = self._found.get(key)
+        if old is not None:
+            self._found[key] = dataclasses.replace(old, count=old.count + finding.count)
+            return
+        self._found[key] = finding
+        if self._tell is not None and finding.severity == "error" and finding in fold(list(self._found.values())):
+            self._tell(finding)
