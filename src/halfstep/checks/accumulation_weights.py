@@ -16,10 +16,8 @@ from halfstep.events import Contribution, GradientsEdited, OptimizerMade, Share
 
 CLOSE = 0.004  # two sums of coefficients that differ by less are equal (FP32 losses)
 CLOSE_HALF = 0.02  # where the loss itself was in half precision: BF16 has 8 bits
-_CALLS_ONCE = frozenset(
-    ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "SparseAdam", "Adafactor", "Muon")
-    + ("Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD")
-)
+_FIRST_ORDER = "SGD Adam AdamW Adamax NAdam RAdam SparseAdam Adafactor Muon Adagrad Adadelta RMSprop Rprop ASGD"
+_CALLS_ONCE = frozenset(_FIRST_ORDER.split(" "))
 _SQUARES = frozenset({"mse", "elementwise", "smooth_l1", "huber", "l1"})
 
 
