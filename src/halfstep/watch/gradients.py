@@ -75,7 +75,9 @@ class Gradients:
         self.moved += 1
         changes = self._session.ledger.compare()
         for ident, change in changes.items():
-            if change.cleared:
+            if change.cleared and change.kept:  # some only, as freezing a layer by hand does
+                self._session.stream.emit(GradientsEdited, optimizers={ident: change.cleared}, zeroed=False)
+            elif change.cleared:
                 self._session.stream.emit(
                     GradientsCleared,
                     at=line_above(_REMOVES),
@@ -141,7 +143,9 @@ class Gradients:
     def _edited(self, ident: int, change: Change) -> None:
         grads = [g for g in change.touched[:_PROBED] if not g.is_sparse]
         fields: dict[str, Any] = {"optimizers": {ident: change.received}}
-        if grads:
+        if grads and change.kept:
+            fields["zeroed"] = False
+        elif grads:
             with torch.no_grad():
                 size = torch.stack([g.detach().abs().amax().to(torch.float32) for g in grads if g.numel()] or [_zero()])
             fields["zeroed"] = Late(size.amax(), lambda largest: largest == 0.0)

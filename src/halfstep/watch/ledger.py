@@ -28,6 +28,7 @@ class Change:
     cleared: int = 0
     parameters: int = 0
     reached: int = 0  # which parameters received, as one number
+    kept: int = 0  # gradients that are still what they were
     touched: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -101,6 +102,7 @@ class Ledger:
 
     def _settle(self, account: _Account) -> Change | None:
         change: Change | None = None
+        kept = 0
         grads, versions, values = account.grads, account.versions, account.values
         for parameter in account.parameters():
             key = id(parameter)
@@ -119,6 +121,7 @@ class Ledger:
             version = grad._version
             old = grads.get(key)
             if old == id(grad) and versions[key] == version:
+                kept += 1
                 continue
             change = change or Change()
             if old is None:
@@ -130,4 +133,6 @@ class Ledger:
             change.touched.append(grad)
             change.reached ^= _mixed(key)
             grads[key], versions[key] = id(grad), version
+        if change is not None:
+            change.kept = kept
         return change
