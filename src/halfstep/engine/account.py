@@ -13,6 +13,7 @@ import torch
 
 from halfstep.engine.graph import Sight
 from halfstep.engine.journal import FIELDS
+from halfstep.errors import PolicyError
 from halfstep.events import plain
 
 if TYPE_CHECKING:
@@ -49,6 +50,12 @@ class Account:
         self.last_groups.append(
             {"kept": kept, "micro_batches": micro_batches, "size": size, "examples": examples, "ids": ids}
         )
+
+    def accept(self, reason: str) -> None:
+        """A person's word, with a reason."""
+        if not reason or not isinstance(reason, str):
+            raise PolicyError(f"accept was given the reason {reason!r}", "say in words why the run is accepted")
+        self.accepted = {"reason": reason, "applied_updates": self.applied}
 
     def counters(self) -> dict[str, Any]:
         return {

@@ -51,16 +51,29 @@ class Binding:
         self._lacking: list[tuple[Optimizer, dict[str, Any], list[Tensor], bool]] = []
         self.relaid: list[str] = []
 
-    def _fingerprint(self) -> list[tuple[int, int, Any]]:
+    def _fingerprint(self) -> list[tuple[dict[str, Any], list[Tensor], int, Any]]:
         return [
-            (id(group["params"]), len(group["params"]), group.get("fused"))
+            (group, group["params"], len(group["params"]), group.get("fused"))
             for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
 
     def current(self) -> bool:
         """Whether what was looked at still holds: the same groups, lengths and fused flags, nothing unfrozen."""
-        return self._fingerprint() == self._groups and not any(p.requires_grad for p in self._orphans)
+        count = 0
+        for optimizer in self.optimizers:
+            count += len(optimizer.param_groups)
+        if count != len(self._groups):
+            return False
+        position = 0
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                known, parameters, length, fused = self._groups[position]
+                position += 1
+                same = group is known and group["params"] is parameters and len(parameters) == length
+                if not same or group.get("fused") is not fused:
+                    return False
+        return not any(p.requires_grad for p in self._orphans)
 
     def notice_load(self) -> None:
         """Look at layouts again where an optimizer's state was loaded since the last call."""

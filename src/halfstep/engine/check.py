@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from halfstep.engine.late import Mail
+from halfstep.errors import NonFiniteError
 
 
 class Check:
@@ -45,6 +47,13 @@ class Check:
 
     def __bool__(self) -> bool:
         return self.nonfinite == 0
+
+    def require_finite(self) -> None:
+        if not self:
+            raise NonFiniteError(
+                f"{self.nonfinite} of {math.prod(self.shape)} elements of {self.name!r} ({self.dtype}) are not finite",
+                "keep the module it comes from in FP32 (manager.keep_fp32), or lower the loss scale",
+            )
 
     def describe(self) -> dict[str, Any]:
         return {

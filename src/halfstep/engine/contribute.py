@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ class Contributor:
         """Why examples are counted although weights were to be read from the loss; None: they are read."""
         self.host = True
         """Whether device values can be read without waiting: the device is a CPU."""
+        self.averaging = replicas.averaging
         self._scale = scale
         self._replicas = replicas
         self._activated = activated
@@ -54,7 +56,7 @@ class Contributor:
         for leaf in self.leaves:
             leaf.grad = None
         self.leaves = []
-        self.ledger.pending.clear()
+        self.ledger.clear()
         self.buffers.clear()
 
     # --- checks that change nothing ---
@@ -129,6 +131,8 @@ class Contributor:
 
     @staticmethod
     def _declared(weight: Any, terms: int) -> tuple[Weight, ...]:
+        if type(weight) in (int, float) and terms == 1 and 0.0 <= weight < math.inf:
+            return (float(weight),)
         entries = list(weight) if isinstance(weight, (list, tuple)) else [weight]
         if len(entries) == 1 and terms > 1:
             entries = entries * terms
@@ -223,8 +227,8 @@ class Contributor:
             contribution.leaves = frozenset(map(id, sight.leaves)) if sight.whole else None
         weighings = [weigh(losses[i]) for i in live] if self.weigh else []
         roots = [losses[i] for i in live]
-        averaging = 1 if mode == "plain" else self._replicas.averaging
-        seeds = [self._seed(losses[i], factors[i] * averaging) for i in live]
+        averaging = 1 if mode == "plain" else self.averaging
+        seeds = [self.seed(losses[i], factors[i] * averaging) for i in live]
         try:
             if buffered:
                 assert sight is not None
@@ -261,7 +265,7 @@ class Contributor:
                 for term in weighing.read()
             )
 
-    def _seed(self, loss: Tensor, factor: Weight) -> Tensor:
+    def seed(self, loss: Tensor, factor: Weight) -> Tensor:
         """The gradient that enters the graph at a loss: ``factor`` times the loss scale."""
         scale = self._scale
         if scale.is_enabled():

@@ -107,7 +107,8 @@ class Ledger:
     """``ref``: weights that are counted along enter backward as w / ref. Of a group: what W is if all weigh the same,
     so that w / ref is the plain loop's 1 / A and nothing is left to divide. Of a flat loop, whose length is not known:
     a power of two near its first weight, which costs no rounding."""
-    micro_batches: int = 0
+    anchored: bool = False
+    """Whether ``ref`` is already that of the group whose contributions are pending."""
 
     def admit(self, mode: Mode, terms: int) -> None:
         """Refuse a contribution that does not go with those already pending. Changes nothing."""
@@ -133,8 +134,9 @@ class Ledger:
 
     def anchor(self, weights: Sequence[Weight], micro_batches: int | None) -> Weight:
         """``ref`` of the group these weights belong to; ``micro_batches``: how many it has, where that is known."""
-        if not any(c.mode == "along" and not c.empty for c in self.pending):
+        if not self.anchored:
             first = next((w for w in weights if isinstance(w, Tensor) or w > 0.0), None)
+            self.anchored = first is not None
             if isinstance(first, Tensor):
                 self.reference = (first * (micro_batches or 1)).clamp(min=1.0)
             elif first is not None:
@@ -153,11 +155,14 @@ class Ledger:
             weights = tuple(_sum(column) for column in columns)
         return Share(own, mode, weights)
 
+    def clear(self) -> None:
+        self.pending.clear()
+        self.anchored = False
+
     def settle(self, share: Share) -> None:
         """These contributions have been used, skipped or dropped."""
         if len(share.contributions) == len(self.pending):
-            self.pending.clear()
-            self.micro_batches = 0
+            self.clear()
         else:
             gone = {id(c) for c in share.contributions}
             self.pending = [c for c in self.pending if id(c) not in gone]

@@ -20,11 +20,11 @@ from halfstep.engine.contribute import Contributor, inputs_of
 from halfstep.engine.group import Groups, Weigher
 from halfstep.engine.island import Islands, keep_fp32
 from halfstep.engine.journal import Journal, Sink, sink_of
-from halfstep.engine.late import host
 from halfstep.engine.ledger import Share
 from halfstep.engine.order import Order
 from halfstep.engine.position import Position
 from halfstep.engine.precision import Precision
+from halfstep.engine.quick import contribute_quickly
 from halfstep.engine.replicas import Replicas, resolve
 from halfstep.engine.scale import LossScale
 from halfstep.engine.schedule import Schedule, schedulers_of
@@ -32,7 +32,7 @@ from halfstep.engine.state import in_words, load, policy, save
 from halfstep.engine.update import Update
 from halfstep.engine.updater import ON_NONFINITE, Updater
 from halfstep.engine.verification import Verification
-from halfstep.errors import MisuseError, NonFiniteError, PolicyError
+from halfstep.errors import MisuseError, PolicyError
 
 Batch = TypeVar("Batch")
 
@@ -125,6 +125,7 @@ class MixedPrecisionManager:
             monitor=self.monitor,
         )
         self._updater.host = self._contributor.host = self.precision.device_type == "cpu"
+        self._device: torch.device | None = None
         self._islands: list[Islands] = []
         self._islands_run = True
         self._checks: deque[Check] = deque(maxlen=1000)
@@ -157,11 +158,8 @@ class MixedPrecisionManager:
         """
         check = Check(tensor, name, self._account.attempted)
         self._checks.append(check)
-        if self.on_nonfinite == "raise" and not check:
-            raise NonFiniteError(
-                f"{check.nonfinite} of {tensor.numel()} elements of {name!r} ({check.dtype}) are not finite",
-                "keep the module it comes from in FP32 (manager.keep_fp32), or lower the loss scale",
-            )
+        if self.on_nonfinite == "raise":
+            check.require_finite()
         return check
 
     # --- contributions ---
@@ -183,17 +181,23 @@ class MixedPrecisionManager:
         ``inputs`` keeps the gradients to these parameters (or modules). Raises without changing anything when the
         loss or its place is wrong.
         """
-        contributor, group = self._contributor, self._order.group
+        contributor, order = self._contributor, self._order
+        group = order.group
+        if inputs is None and not (retain_graph or create_graph):
+            order.witnesses.before(self._ledger.waits)
+            if contribute_quickly(contributor, loss, weight, group):
+                order.contributed(False)
+                return
         losses = contributor.losses(loss)
         if group is not None:
             contributor.expect(group)
-        only = inputs_of(inputs)
-        if not self.precision.settled or self.precision.device_type != losses[0].device.type:
+        only = None if inputs is None else inputs_of(inputs)
+        if losses[0].device != self._device:
             self._learn_device(losses[0].device)
         mode, source, factors, weights = contributor.normalise(losses, weight, group)
         ledger = self._ledger
         ledger.admit(mode, len(losses))
-        self._order.witnesses.before(ledger.waits)
+        order.witnesses.before(ledger.waits)
         if group is None:
             examples, micro_batch = None, len(ledger.pending)
         else:
@@ -210,7 +214,7 @@ class MixedPrecisionManager:
             examples=examples,
             micro_batch=micro_batch,
         )
-        self._order.contributed(contribution.empty)
+        order.contributed(contribution.empty)
 
     def grad(self, outputs: Any, inputs: Any, **torch_kwargs: Any) -> tuple[Tensor | None, ...]:
         """``torch.autograd.grad`` through half precision: scaled on the way, unscaled when it returns.
@@ -218,7 +222,7 @@ class MixedPrecisionManager:
         For penalties on gradients: ``create_graph=True``, then make the penalty part of the loss.
         """
         first = outputs if isinstance(outputs, Tensor) else outputs[0]
-        if not self.precision.settled:
+        if first.device != self._device:
             self._learn_device(first.device)
         return self.scaler.grad(outputs, inputs, **torch_kwargs)
 
@@ -311,6 +315,7 @@ class MixedPrecisionManager:
 
     def _learn_device(self, device: torch.device) -> None:  # the first loss tells
         self.precision.settle(device)
+        self._device = device
         self.scaler.refresh(self.precision.device_type, self.precision.scaled)
         self._updater.host = self._contributor.host = device.type == "cpu"
 
@@ -325,8 +330,7 @@ class MixedPrecisionManager:
     def loss_scale(self, value: float) -> None:
         if self._ledger.pending or self._order.group is not None:
             raise MisuseError(
-                f"the loss scale was set with {len(self._ledger.pending)} contributions pending: they carry the old "
-                "one",
+                f"the loss scale was set with {self.pending} contributions pending: they carry the old one",
                 "set it right after manager.step, before the next backward",
             )
         self._updater.settle()
@@ -353,14 +357,11 @@ class MixedPrecisionManager:
     def log(self, **metrics: Any) -> None:
         """Keep the user's own metrics against the number of applied updates; tensors of one element are read."""
         self._updater.settle()
-        plain = {k: host(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in metrics.items()}
-        self._journal.log(self._account.applied, plain)
+        self._journal.log(self._account.applied, metrics)
 
     def accept(self, reason: str) -> None:
         """A person's word that this run is accepted, with a reason: the record's last status."""
-        if not reason or not isinstance(reason, str):
-            raise PolicyError(f"accept was given the reason {reason!r}", "say in words why the run is accepted")
-        self._account.accepted = {"reason": reason, "applied_updates": self._account.applied}
+        self._account.accept(reason)
 
     def report(self) -> dict[str, Any]:
         """The final record, plain and JSON-able: see ``halfstep.report.run_page`` for a page of it."""

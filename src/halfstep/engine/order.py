@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from halfstep.engine.account import Account
@@ -82,7 +81,9 @@ class Order:
 
     def require_gradients(self, binding: Binding, share: Share) -> None:
         """Raise where contributions reached no parameter that this optimizer would update."""
-        if share.empty or any(p.grad is not None for p in binding.parameters) or self.contributor.buffers:
+        if binding.parameters[0].grad is not None or share.empty or self.contributor.buffers:
+            return
+        if any(parameter.grad is not None for parameter in binding.parameters):
             return
         raise MisuseError(
             f"none of the {len(binding.parameters)} parameters of the model has a gradient, after {len(share)} "
@@ -100,11 +101,11 @@ class Order:
         size = share.micro_batches if group is None else group.size
         verification.hold(share, reduction, size, self.account.attempted + 1)
 
-    def settle(self, binding: Binding, share: Share, known: Iterable[frozenset[int]]) -> None:
+    def settle(self, binding: Binding, share: Share, known: list[frozenset[int]]) -> None:
         """After an attempt: its contributions are used, their group is over once all are."""
         self.ledger.settle(share)
         self.contributor.leaves = []
-        self.witnesses.keep(binding.parameters, binding.ids, list(known))
+        self.witnesses.keep(binding.parameters, binding.ids, known)
         group = self.group
         if group is not None and not self.ledger.pending:
             if group.short:

@@ -31,7 +31,8 @@ class Precision:
             self.device_type = accelerator_type() if device is None else torch.device(device).type
         except RuntimeError as error:
             raise PolicyError(f"device={device!r} is no device torch knows ({error})", 'for example "cuda"') from error
-        self._guess = device is None
+        self.settled = device is not None
+        """Whether the device is certain: declared, or seen."""
         self._reusable: torch.autocast | None = None
         self._resolve()
 
@@ -39,7 +40,7 @@ class Precision:
         name = "fp32" if not self.activated else self.declared
         self.name = native(self.device_type) if name == "auto" else name
         self.dtype = _DTYPES.get(self.name)
-        self._both = self._guess and self.device_type != "cpu" and self.dtype is not None
+        self._both = not self.settled and self.device_type != "cpu" and self.dtype is not None
         self._reusable = None
         if self.dtype is not None and not self._both:
             self._reusable = torch.autocast(self.device_type, dtype=self.dtype)
@@ -51,8 +52,8 @@ class Precision:
 
     def settle(self, device: torch.device) -> None:
         """Learn the device from the first loss. A declared device that the loss is not on is an error."""
-        if self._guess:
-            self._guess = False
+        if not self.settled:
+            self.settled = True
             changed = device.type != self.device_type
             self.device_type = device.type
             if changed or self._both:
@@ -62,11 +63,6 @@ class Precision:
                 f"the loss is on {device.type}, the manager's device is {self.device_type}: autocast covered nothing",
                 f"MixedPrecisionManager(device={device.type!r}), or move model and data to {self.device_type}",
             )
-
-    @property
-    def settled(self) -> bool:
-        """Whether the device is certain: declared, or seen."""
-        return not self._guess
 
     def region(self) -> AbstractContextManager[Any]:
         """The autocast region for one forward; nothing for FP32.

@@ -15,6 +15,16 @@ from halfstep.weigh import weigh
 from halfstep.weigh.walk import Walk
 
 _BUDGET = 64
+_EXACT = 1 << 24  # FP32 counts exactly up to here
+_AT_THE_ROOT = {
+    "NllLossBackward0": "nll",
+    "NllLoss2DBackward0": "nll",
+    "MseLossBackward0": "mse",
+    "SmoothL1LossBackward0": "smooth_l1",
+    "HuberLossBackward0": "huber",
+    "BinaryCrossEntropyWithLogitsBackward0": "bce_with_logits",
+}
+_ELEMENTWISE = ("mse", "smooth_l1", "huber", "bce_with_logits")
 _ROUNDING = 1e-5
 _SAME = 1e-3  # two denominators that agree to this are one
 
@@ -33,31 +43,41 @@ def read_weight(loss: Tensor, reduction: str, *, host: bool) -> Reading:
     A cross-entropy on an accelerator keeps its count there: with ``host`` False the weight is that tensor, and nothing
     is waited for.
     """
-    if loss.grad_fn is None:
+    node = loss.grad_fn
+    if node is None:
         return Reading(None, "it is a parameter itself")
-    walk = Walk(loss.grad_fn, _BUDGET, not loss.dim())
+    if reduction == "mean" and type(node).__name__ in _AT_THE_ROOT:  # nothing to walk through
+        child, index = node.next_functions[0]
+        shape = child._input_metadata[index].shape  # type: ignore[union-attr]
+        name = _AT_THE_ROOT[type(node).__name__]
+        classes = shape[1] if name == "nll" and len(shape) > 1 else 1
+        count = _count_of(node, name, math.prod(shape) // classes, host)
+        if count is not None:
+            return Reading(count)
+    walk = Walk(node, _BUDGET, not loss.dim())
     if walk.opaque:
         return Reading(None, f"opaque: {', '.join(walk.opaque)}")
     places = [place for place in walk.places if place.name != "penalty"]
     if not places:
         return Reading(None, "no loss that holds targets was found in it")
-    count = _count_of(places[0], host) if len(places) == 1 and reduction == "mean" else None
-    if count is not None:
-        return Reading(count)
+    if len(places) == 1 and reduction == "mean" and places[0].kind == "loss":
+        count = _count_of(places[0].node, places[0].name, math.prod(places[0].shape), host)
+        if count is not None:
+            return Reading(count)
     return _probe(loss, places)
 
 
-def _count_of(place: Any, host: bool) -> Tensor | float | None:
+def _count_of(node: Any, name: str, elements: int, host: bool) -> Tensor | float | None:
     """The denominator a mean node holds itself: the count of a cross-entropy, the elements of a squared error."""
-    if place.kind != "loss" or getattr(place.node, "_saved_reduction", 0) != 1:
+    if getattr(node, "_saved_reduction", 0) != 1:
         return None
-    raw = getattr(place.node, "_raw_saved_total_weight", None)
+    raw = getattr(node, "_raw_saved_total_weight", None)
     if raw is None:
-        return float(math.prod(place.shape)) if place.name in ("mse", "smooth_l1", "huber", "bce_with_logits") else None
+        return float(elements) if name in _ELEMENTWISE else None
     if raw.unpack_hook is not None or not isinstance(raw.data, Tensor):
         return None
     total: Tensor = raw.data.detach()
-    if total.dtype not in (torch.float32, torch.float64) or math.prod(place.shape) > 1 << 24:
+    if total.dtype not in (torch.float32, torch.float64) or elements > _EXACT:
         return None  # a count rounded to half precision
     return number(total) if host else total
 

@@ -119,7 +119,7 @@ class Updater:
             self._schedule.move_at_once(schedulers, binding.optimizers)
             self._settle_later(update, Mail(values), names, attempt.norms)
         else:
-            if any(isinstance(value, Tensor) for value in values.values()):
+            if not self.host or "lr" in values:
                 values = {**Mail(values).read()}
             self._settle(update, values, names, attempt.norms)  # type: ignore[arg-type]
             self._schedule.move(schedulers, binding.optimizers, update.outcome)

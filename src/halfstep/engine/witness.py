@@ -8,7 +8,7 @@ from a device while all is well. A fault is kept and raised at the next ``step``
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,8 +38,8 @@ class Witness:
     def remove(self) -> None:
         self._handle.remove()
 
-    def look(self, pending: bool) -> tuple[str, str] | None:
-        """What happened since the last ``sync``, if it should not have. ``pending``: contributions wait in there."""
+    def look(self, waits: Callable[[frozenset[int]], bool]) -> tuple[str, str] | None:
+        """What happened since the last ``sync``, if it should not have. ``waits``: do contributions, in there?"""
         parameter = self._parameter()
         if parameter is None:
             return None
@@ -47,6 +47,7 @@ class Witness:
         same = gradient is self._gradient and self._count[0] == self._known
         if same and (gradient is None or gradient._version == self._version):
             return None
+        pending = waits(self.ids)
         added = self._count[0] - self._known
         if added and (pending or gradient is not None):
             return (
@@ -85,11 +86,11 @@ class Witnesses:
     def __bool__(self) -> bool:
         return bool(self._all)
 
-    def before(self, pending: Any) -> None:
-        """Look, before a backward or an update. ``pending(ids)``: whether contributions wait on these parameters."""
-        for witness in self._all:
-            if self.fault is None:
-                self.fault = witness.look(pending(witness.ids))
+    def before(self, waits: Callable[[frozenset[int]], bool]) -> None:
+        """Look, before a backward or an update. ``waits(ids)``: whether contributions wait on these parameters."""
+        if self.fault is None:
+            for witness in self._all:
+                self.fault = self.fault or witness.look(waits)
 
     def after(self) -> None:
         """The manager's own backward or update has run."""
@@ -114,8 +115,11 @@ class Witnesses:
             if optimizer in self._stepped:
                 self.stepped(pending, type(optimizer).__name__)
 
-    def keep(self, parameters: list[Tensor], ids: frozenset[int], known: Iterable[frozenset[int]]) -> None:
+    def keep(self, parameters: list[Tensor], ids: frozenset[int], known: list[frozenset[int]]) -> None:
         """After an update: one for these parameters, none for parameters that no optimizer steps any more."""
+        if len(known) == 1 and len(self._all) == 1 and self._handle is None and self._all[0].ids <= ids:
+            self._all[0].sync()
+            return
         alive = []
         for witness in self._all:
             if any(witness.ids <= of for of in known) and witness.parameter is not None:
