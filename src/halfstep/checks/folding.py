@@ -67,7 +67,9 @@ CONSEQUENCES: dict[str, frozenset[str]] = {
     "fp16-without-scaler": frozenset({"gradient-underflow"}),
     "fused-momentum-after-skip": frozenset({*_SPREADS, *_NONFINITE}),
     "loss-scale-collapse": frozenset({"backward-nonfinite", "gradient-underflow", "nonfinite-update-applied"}),
-    "zero-grad-mid-group": frozenset({"scaler-update-missing", "scaler-sees-no-gradients", *_WEIGHTS}),
+    "zero-grad-mid-group": frozenset(
+        {"scaler-update-missing", "scheduler-on-skipped-update", "scaler-sees-no-gradients", *_WEIGHTS}
+    ),
     "foreign-gradients": _WAITING | {"zero-grad-mid-group", "gradients-never-cleared"},
     "leftover-micro-batches": _WAITING | {"mean-of-means", "partial-group-underweighted"},
     "gradients-never-cleared": frozenset(
@@ -87,6 +89,9 @@ CONSEQUENCES: dict[str, frozenset[str]] = {
         {"gradients-never-cleared", "scheduler-per-micro-batch", "ema-per-micro-batch", "schedule-never-finishes"}
     ),
     "half-gradient-accumulation": frozenset({"no-master-weights"}),
+    "updates-rounded-away": frozenset({"no-master-weights", "half-gradient-accumulation"}),
+    "optimizer-state-in-half": frozenset({"no-master-weights", "updates-rounded-away"}),
+    "scheduler-per-micro-batch": frozenset({"scheduler-on-skipped-update", "schedule-never-finishes"}),
     **dict.fromkeys(_NONFINITE, _SPREADS),
     "forward-overflow": _SPREADS | {"backward-nonfinite"},
     "half-constant-overflow": _SPREADS | {"fully-masked-softmax", "backward-nonfinite"},
@@ -99,7 +104,11 @@ CONSEQUENCES: dict[str, frozenset[str]] = {
     "loss-not-divided": frozenset({"mean-of-means"}),
     "loss-divided-twice": frozenset({"mean-of-means"}),
     "partial-group-underweighted": frozenset({"mean-of-means"}),
+    "autocast-off-needs-float": frozenset({"half-unsupported-operator"}),
     "autocast-around-loop": frozenset({"backward-under-autocast"}),
+    "custom-function-dtype": frozenset({"half-unsupported-operator"}),
+    "autocast-off-needs-float": frozenset({"half-unsupported-operator"}),
+    "checkpoint-loses-autocast": frozenset({"half-unsupported-operator"}),
     "autocast-wrong-device": frozenset({"fp16-without-scaler", "scaler-without-fp16", "gradient-underflow"}),
 }
 
