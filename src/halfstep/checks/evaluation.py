@@ -32,6 +32,7 @@ class _Module:
     phases: int = 0
     calls: int = 0
     repeats: int = 0
+    direct: int = 0  # contributions whose loss was taken of its own output, and not of another module's behind it
     modes: dict[int, ModuleCalled] = field(default_factory=dict)  # contribution -> the call that it came from
 
 
@@ -43,17 +44,21 @@ class EvaluationModeKept(BaseCheck):
     def __init__(self) -> None:
         self._modules: dict[int, _Module] = {}
         self._loaded = False
+        self._last: int | None = None  # the root with parameters that was called last with gradients
 
     def see(self, event: Event, story: Story) -> Iterable[Finding]:
         match event:
             case ModuleSeen() if event.modal:
                 self._modules[event.module] = _Module(event)
             case ModuleCalled():
+                if event.grad_enabled and event.optimizers:
+                    self._last = event.module
                 module = self._modules.get(event.module)
                 if module is not None:
                     self._called(module, event)
             case Contribution():
-                for module in self._modules.values():
+                for ident, module in self._modules.items():
+                    module.direct += ident == self._last
                     called = module.called
                     if called is not None and set(called.optimizers) & set(event.optimizers):
                         module.modes[event.number] = called
@@ -105,8 +110,13 @@ class EvaluationModeKept(BaseCheck):
                 yield self._kept(module, module.kept_first)
             elif module.in_evaluation and not module.in_training:
                 yield self._never_trained(module)
-            elif module.phase is not None and not module.ever_evaluation and module.repeats < _REPEATS:
+            elif module.phase is not None and self._is_scored(module):
                 yield self._evaluated_in_training(module, module.phase)
+
+    @staticmethod
+    def _is_scored(module: _Module) -> bool:
+        """Not a generator whose samples are looked at, nor a spread sampled on purpose."""
+        return module.direct > 0 and not module.ever_evaluation and module.repeats < _REPEATS
 
     def _kept(self, module: _Module, first: tuple[int, ModuleCalled]) -> Finding:
         number, call = first
