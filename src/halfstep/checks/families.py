@@ -14,7 +14,9 @@ from halfstep.checks.histories import LossHistoryKeepsGraph
 from halfstep.checks.modes import MODES
 from halfstep.checks.numbers import NUMBERS
 from halfstep.checks.orders import EpochOrderRepeats
+from halfstep.checks.ranks import CrossCheck
 from halfstep.checks.registry import BaseCheck
+from halfstep.checks.replicas import ACROSS, REPLICAS
 from halfstep.checks.scaling import SCALING
 from halfstep.checks.schedules import Schedules
 
@@ -33,4 +35,6 @@ CHECKS: tuple[type[BaseCheck], ...] = (
     LossHistoryKeepsGraph,
     *MODES,
     *NUMBERS,
+    *REPLICAS,
 )
+CROSS_CHECKS: tuple[type[CrossCheck], ...] = ACROSS

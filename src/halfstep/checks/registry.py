@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.metadata import entry_points
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from halfstep.checks.story import Story, Update
 from halfstep.events import Event, Finding
+
+if TYPE_CHECKING:
+    from halfstep.checks.ranks import CrossCheck
 
 
 class Check(Protocol):
@@ -52,6 +55,13 @@ def checks() -> list[Check]:
     return found
 
 
+def cross_checks() -> list[CrossCheck]:
+    """A fresh instance of every check that compares ranks, for one group of them."""
+    from halfstep.checks import families
+
+    return [kind() for kind in families.CROSS_CHECKS]
+
+
 def rules() -> tuple[str, ...]:
     """The names of all rules that some check judges, sorted."""
-    return tuple(sorted({rule for check in checks() for rule in check.rules}))
+    return tuple(sorted({rule for check in (*checks(), *cross_checks()) for rule in check.rules}))

@@ -1,17 +1,26 @@
-"""What `halfstep run` does around a script: a session while it runs, the report once it has ended."""
+"""What `halfstep run` does around a script: a session while it runs, the report once it has ended.
+
+Of several processes each keeps a record; one of them, the script's own or a launcher's first on its machine, waits for
+the others and tells what all of them found.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from halfstep import launch
+from halfstep.cli import ranks
 
 if TYPE_CHECKING:
     from halfstep.events import Finding
+    from halfstep.record.history import History
+    from halfstep.report.ranks import Whole
     from halfstep.watch.session import Session
 
 _PATIENCE = 10.0  # seconds: what is certain in a shorter run is told in its report only
@@ -38,18 +47,27 @@ class Watched:
         self._began = time.monotonic()
         self._pid = os.getpid()
         self._session: Session | None = None
+        self._rank = ranks.standing()
+        self._folder = self._record or (ranks.Standing.folder(self._rank) if self._rank else _unused())
 
     def before(self, target: launch.Target) -> None:
+        launch.in_spawned("halfstep.watch.company", "arrive", str(self._folder), self._updates)
         # Not before the script imports torch: what it sets up for that import (threads, devices) still counts.
         launch.when_imported("torch", self._start)
 
     def _start(self) -> None:
         if os.getpid() != self._pid:
+            self._follow()
             return
         from halfstep.watch.session import Session
 
         try:
-            self._session = Session(record=self._record, tell=self._tell, limit=self._updates)
+            self._session = Session(
+                record=self._folder if self._record or self._rank else None,
+                tell=self._tell if self._rank is None or self._rank.local == 0 else None,
+                limit=self._updates,
+                among_others=self._rank is not None and (self._record is None or self._rank.restart > 0),
+            )
             self._session.start()
         except Exception as error:
             print(f"halfstep: not watching: {type(error).__name__}: {error}", file=sys.__stderr__)
@@ -59,20 +77,24 @@ class Watched:
             self._session.raised(exc)
 
     def finish(self, code: int | None, by: str) -> int | None:
+        if self._session is not None:
+            self._session.finish(code, by)
+        if self._rank is not None and not ranks.speaks(self._rank, self._folder):
+            return None
+        try:
+            return self._tell_all(code, by)
+        finally:
+            if self._record is None:
+                ranks.clear(self._folder)
+
+    def _tell_all(self, code: int | None, by: str) -> int | None:
         from rich.console import Console
 
-        from halfstep.checks.judge import Judge
-        from halfstep.record.history import History
         from halfstep.report.document import document, dump
         from halfstep.report.terminal import show
 
-        session = self._session
-        if session is not None:
-            session.finish(code, by)
-            findings, summary, history, facts = session.findings, session.summary, session.history, session.facts()
-        else:
-            findings, summary, history, facts = (), Judge().summary, History(), {"command": " ".join(sys.argv)}
-            summary.not_judged.append("anything: torch was not imported")
+        whole = self._whole()
+        findings, summary = whole.findings, whole.summary
         failing = [f for f in findings if f.severity in _GRAVE[self._fail_on]]
         changed = 3 if failing and code == 0 else None
         if self._json is not None:
@@ -83,13 +105,52 @@ class Watched:
         if self._html is not None:
             from halfstep.report.page import page
 
-            _keep(self._html, page(" ".join(sys.argv), findings, summary, history, facts))
+            facts = self._session.facts() if self._session is not None else {"command": " ".join(sys.argv)}
+            _keep(self._html, page(" ".join(sys.argv), findings, summary, self._history(whole), facts))
         if sys.__stderr__ is not None:
             show(findings, summary, Console(file=sys.__stderr__))  # the script may have replaced its own
         return changed
 
+    def _whole(self) -> Whole:
+        """What all processes found together."""
+        from halfstep.checks.judge import Judge
+        from halfstep.report.ranks import Part, merged, whole
+
+        if self._folder.is_dir():
+            ranks.wait(self._folder)
+        session, own = self._session, []
+        if session is not None and session.record is None:
+            own.append(Part(None, session.judge.unfolded(), session.summary))
+        if own and not self._folder.is_dir():
+            return whole(own)
+        try:
+            return merged(self._folder, own)
+        except Exception as error:
+            nothing = Part(None, [], Judge().summary)
+            gone = "anything: torch was not imported" if session is None else f"other processes: {error}"
+            nothing.summary.not_judged.append(gone)
+            return whole([*own, nothing])
+
+    def _history(self, whole: Whole) -> History:
+        from halfstep.record.history import History
+        from halfstep.report.ranks import history
+
+        own = self._session.record if self._session is not None else None
+        if self._session is not None and (whole.main is None or whole.main.path == own):
+            return self._session.history
+        return history(whole.main) if whole.main is not None else History()
+
     def on_fork(self) -> launch.Hooks | None:
+        if "torch" in sys.modules:
+            self._follow()
         return None
+
+    def _follow(self) -> None:
+        """In a forked child: watch it too, once it trains."""
+        from halfstep.watch.company import Company
+
+        with suppress(Exception):
+            Company(self._folder, self._updates).forked(self._session)
 
     def _tell(self, finding: Finding) -> None:
         """A long run is told at once what is certain."""
@@ -97,6 +158,11 @@ class Watched:
             return
         where = f" {finding.at.file}:{finding.at.line}" if finding.at else ""
         print(f"halfstep: {finding.severity} {finding.rule}{where}: {finding.message}", file=sys.stderr)
+
+
+def _unused() -> Path:
+    """A folder that nobody else makes; it comes to be only if a child process trains."""
+    return Path(tempfile.gettempdir()) / f"halfstep-{os.getpid()}-{os.urandom(8).hex()}"
 
 
 def _keep(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def when_imported(name: str, call: Callable[[], object]) -> None:
-    """Call ``call()`` as soon as the top-level module ``name`` was imported; at once if it is there already.
+    """Call ``call()`` as soon as the module ``name`` was imported; at once if it is there already.
 
     The module is found, loaded and named by its own loader. An exception in ``call`` is the importer's to see.
     """

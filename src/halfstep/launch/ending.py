@@ -28,12 +28,16 @@ class Ending:
         self._faults: list[str] = []
         self._real_exit = os._exit
         self._catches_terminate = False
+        self._follows = False
 
     def begin(self, hooks: Hooks) -> None:
+        """Take hold of the ends of this process; once more in a forked child that has hooks of its own."""
         self._hooks, self._pid = hooks, os.getpid()
         self._wrap_exit()
-        self._catch_terminate()
-        if hasattr(os, "register_at_fork"):
+        with suppress(ValueError):  # not the main thread
+            self._catch_terminate()
+        if hasattr(os, "register_at_fork") and not self._follows:
+            self._follows = True
             os.register_at_fork(after_in_child=self._forked)
 
     def before(self, target: Target) -> None:

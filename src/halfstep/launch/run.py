@@ -10,6 +10,7 @@ import threading
 from contextlib import suppress
 
 from halfstep.launch import source
+from halfstep.launch.children import tell_exceptions
 from halfstep.launch.ending import Ending, cut, flush, interrupt, show, status
 from halfstep.launch.target import Enough, Hooks, Target
 
@@ -90,6 +91,14 @@ def launch(target: Target, hooks: Hooks, *, verdict: bool = False) -> int:
         del main
         return _judged()
     return _ending.code
+
+
+def attend(hooks: Hooks) -> None:
+    """Owe ``hooks`` the end of this process, which was not begun by `launch`: a child of the script's."""
+    _ending.begin(hooks)
+    if not _settled:
+        atexit.register(_ending.at_exit)
+    tell_exceptions(_ending.raised)
 
 
 def _judged() -> int:

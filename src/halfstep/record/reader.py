@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from halfstep.errors import RecordError
 from halfstep.events import Event, decode
+from halfstep.record.writer import verdict_of
+
+_OF_RANK = re.compile(r"events-rank(\d+)\.jsonl\.gz")
+
+
+def files(folder: Path) -> list[Path]:
+    """The event files of a record, one a process that trained; those of ranks first, by rank."""
+    found = sorted(folder.glob("events-*.jsonl.gz"), key=_order)
+    if not found:
+        raise RecordError(f"{folder} holds no events", "name the folder given to --record")
+    return found
 
 
 def ranks(folder: Path) -> dict[int, Path]:
-    """The event files of a record, by rank."""
-    files = {int(p.name[len("events-rank") : -len(".jsonl.gz")]): p for p in folder.glob("events-rank*.jsonl.gz")}
-    if not files:
-        raise RecordError(f"{folder} holds no events", "name the folder given to --record")
-    return dict(sorted(files.items()))
+    """The event files of a record, by rank: where a rank occurs several times, its first."""
+    known = ((_OF_RANK.fullmatch(p.name), p) for p in files(folder))
+    return {int(match[1]): path for match, path in known if match is not None}
 
 
-def events(path: Path) -> Iterator[Event]:
-    """The events of one rank's file, in order, as far as they were written."""
+def verdict(path: Path) -> dict[str, Any] | None:
+    """What the process that wrote this file of events made of them; None where it did not come to that."""
+    try:
+        found = json.loads(verdict_of(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file of events, in order, as far as they were written; the last may be cut."""
     unzip = zlib.decompressobj(31)
     rest = b""
     with open(path, "rb") as file:
@@ -28,18 +49,34 @@ def events(path: Path) -> Iterator[Event]:
                 rest += unzip.decompress(chunk)
             except zlib.error:
                 break
-            *lines, rest = rest.split(b"\n")
-            for line in lines:
-                event = _event(line)
-                if event is not None:
-                    yield event
-    event = _event(rest)
-    if event is not None:
-        yield event
+            *whole, rest = rest.split(b"\n")
+            yield from whole
+    yield rest
 
 
-def _event(line: bytes) -> Event | None:
+def events(path: Path) -> Iterator[Event]:
+    """The events of a file, in order, as far as they were written."""
+    for line in lines(path):
+        event = parsed(line)
+        if event is not None:
+            yield event
+
+
+def kind_of(line: bytes) -> str:
+    """The class of the event that a line holds, found without reading the line; empty for a line that is none."""
+    if not line.startswith(b'{"kind":"'):
+        return ""
+    return line[9 : line.find(b'"', 9)].decode("ascii", "replace")
+
+
+def parsed(line: bytes) -> Event | None:
+    """The event of a line; None for a cut or unknown one."""
     try:
         return decode(line.decode()) if line.strip() else None
     except ValueError:
         return None  # the last line of a killed run
+
+
+def _order(path: Path) -> tuple[bool, int, str]:
+    number = re.search(r"rank(\d+)", path.name)
+    return number is None, int(number[1]) if number is not None else 0, path.name

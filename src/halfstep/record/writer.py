@@ -1,11 +1,15 @@
-"""One file of events a rank: gzip of JSON lines, flushed so that a killed run is readable up to its last flush."""
+"""One file of events a process: gzip of JSON lines, flushed so that a killed run is readable up to its last flush."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import time
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from halfstep.errors import RecordError
 from halfstep.events import Event, encode
@@ -15,16 +19,23 @@ _PATIENCE = 2.0  # seconds after which a small chunk is written all the same
 
 
 class RecordWriter:
-    """Appends events to ``events-rank{rank}.jsonl.gz`` in ``folder``.
+    """Appends events to ``events-rank{rank}.jsonl.gz`` in ``folder``, or ``events-pid{pid}…`` without a rank.
 
-    A folder that already holds this rank's events is refused: a record is of one run.
+    A folder that already holds this rank's events is refused: a record is of one run. ``among_others``: it is one of
+    several processes of the run, where a rank may occur again (a script that starts its processes twice): then the
+    file's name gets a number.
     """
 
-    def __init__(self, folder: Path, rank: int = 0) -> None:
-        self.path = folder / f"events-rank{rank}.jsonl.gz"
+    def __init__(self, folder: Path, rank: int | None = 0, *, among_others: bool = False) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "xb")  # noqa: SIM115 - open for the run's life
+            for self.path in _names(folder, rank):
+                try:
+                    self._file = open(self.path, "xb")  # noqa: SIM115 - open for the run's life
+                    break
+                except FileExistsError:
+                    if not among_others:
+                        raise
         except FileExistsError:
             raise RecordError(
                 f"{self.path} exists already: it holds another run's events", "name another --record folder"
@@ -38,6 +49,21 @@ class RecordWriter:
         self._size = 0
         self._flushed = time.monotonic()
         self._pid = os.getpid()
+
+    def named(self, rank: int) -> None:
+        """From now on this is the file of ``rank``, which was not known before."""
+        if os.getpid() != self._pid:
+            return
+        for path in _names(self.path.parent, rank):
+            try:
+                os.link(self.path, path)  # never over another's file
+            except FileExistsError:
+                continue
+            except OSError:
+                return  # a file system without links: the events themselves tell the rank
+            os.unlink(self.path)
+            self.path = path
+            return
 
     def write(self, event: Event) -> None:
         line = encode(event)
@@ -57,8 +83,27 @@ class RecordWriter:
             self._file.flush()
         self._flushed = time.monotonic()
 
-    def close(self) -> None:
+    def close(self, verdict: Mapping[str, Any] | None = None) -> None:
+        """End the file; ``verdict``: what the process itself made of its events, kept beside them."""
         self.flush()
-        if os.getpid() == self._pid and not self._file.closed:
-            self._file.write(self._zip.flush(zlib.Z_FINISH))
-            self._file.close()
+        if os.getpid() != self._pid or self._file.closed:
+            return
+        self._file.write(self._zip.flush(zlib.Z_FINISH))
+        self._file.close()
+        if verdict is not None:
+            path = verdict_of(self.path)
+            part = path.with_name(f".{path.name}")
+            part.write_text(json.dumps(verdict), encoding="utf-8")
+            os.replace(part, path)
+
+
+def verdict_of(events: Path) -> Path:
+    """Where the verdict on a file of events lies."""
+    stem = events.name.removeprefix("events-").removesuffix(".jsonl.gz")
+    return events.with_name(f"verdict-{stem}.json")
+
+
+def _names(folder: Path, rank: int | None) -> itertools.chain[Path]:
+    stem = f"events-rank{rank}" if rank is not None else f"events-pid{os.getpid()}"
+    more = (folder / f"{stem}-{n}.jsonl.gz" for n in itertools.count(2))
+    return itertools.chain((folder / f"{stem}.jsonl.gz",), more)

@@ -90,7 +90,7 @@ class Loaders:
         iterator, loader = args[0], kwargs.get("loader", args[1] if len(args) > 1 else None)
         if not isinstance(loader, torch.utils.data.DataLoader):
             return
-        sampler = _innermost(loader)
+        sampler = innermost(loader)
         at = self._session.place()
         key = self._source(loader.dataset, at, type(sampler).__name__, loader.batch_size)
         for ident, old in list(self._passes.items()):
@@ -151,6 +151,13 @@ class Loaders:
         if len(self._homes) < _MOST or home in self._homes:
             self._homes[home] = (there, key)
         return key
+
+    def drawn_at(self) -> Place | None:
+        """The line that drew the last permutation by hand."""
+        if not self._drawn:
+            return None
+        (file, line), _ = next(reversed(self._drawn.items()))
+        return Place(file, line)
 
     # -- permutations drawn by hand ------------------------------------------------------------------------------
 
@@ -224,7 +231,7 @@ def _size(data: Any) -> int | None:
         return None  # a stream, or the user's own way to count
 
 
-def _innermost(loader: Any) -> Any:
+def innermost(loader: Any) -> Any:
     sampler = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
     while isinstance(sampler, BatchSampler) and type(sampler) is BatchSampler:
         sampler = sampler.sampler

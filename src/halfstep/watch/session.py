@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from halfstep.checks.judge import Judge, Summary
-from halfstep.events import Ended, Event, Fault, Finding, Place, Raised, Started
+from halfstep.events import Ended, Event, Fault, Finding, Place, Raised, Started, flat
 from halfstep.record.history import History
 from halfstep.record.writer import RecordWriter
 from halfstep.watch.ledger import Ledger
@@ -39,7 +39,8 @@ class Session:
     Use it as a context manager, or `start` and `stop` it (across notebook cells). A session inside a session is
     silent: the outer one sees everything. ``record``: a directory to keep the events in (None: kept only in memory,
     judged and forgotten). ``tell``: called with each error finding as soon as it is certain. ``limit``: end the run,
-    by `halfstep.launch.Enough`, after so many applied updates.
+    by `halfstep.launch.Enough`, after so many applied updates. ``among_others``: the process is one of several of a run
+    that keep their records together.
     """
 
     _active: Session | None = None
@@ -50,11 +51,17 @@ class Session:
         record: str | os.PathLike[str] | None = None,
         tell: Callable[[Finding], None] | None = None,
         limit: int | None = None,
+        among_others: bool = False,
     ) -> None:
+        self.rank, self.world_size = launched_as()
+        self.where = ""  # how its ranks found each other
         self.judge = Judge(tell=tell)
         self.history = History()
         self.limit = limit
-        self._writer = RecordWriter(Path(record), rank=rank()) if record is not None else None
+        self._writer: RecordWriter | None = None
+        if record is not None:
+            known = 0 if self.rank is None and not among_others else self.rank
+            self._writer = RecordWriter(Path(record), known, among_others=among_others)
         self.stream = Stream(self._release)
         self.ledger = Ledger()
         self.look = Look(self)
@@ -84,8 +91,8 @@ class Session:
             argv=tuple(sys.argv),
             versions={"python": platform.python_version(), "torch": torch.__version__},
             devices=tuple(sorted({"cpu", *_accelerator()})),
-            rank=rank(),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            rank=self.rank or 0,
+            world_size=self.world_size,
             pid=os.getpid(),
             time=self._began,
         )
@@ -96,6 +103,9 @@ class Session:
             except Exception as error:
                 self.fault(f"install {type(sight).__name__}", error)
         self.patches.live = True
+        if self._writer is not None:
+            self.stream.flush()
+            self._writer.flush()  # who this is can be read from now on
         self.look.open()
         return self
 
@@ -104,16 +114,39 @@ class Session:
         if Session._active is self:
             self.look.close()
             self.patches.restore()
-            for sight in reversed(self.sights):
-                remove = getattr(sight, "remove", None)
-                if remove is not None:
-                    try:
-                        remove()
-                    except Exception as error:
-                        self.fault(f"remove {type(sight).__name__}", error)
+            self._remove_sights()
             Session._active = None
             self.stream.flush()
         return self
+
+    def _remove_sights(self) -> None:
+        for sight in reversed(self.sights):
+            remove = getattr(sight, "remove", None)
+            if remove is not None:
+                try:
+                    remove()
+                except Exception as error:
+                    self.fault(f"remove {type(sight).__name__}", error)
+
+    def sleep(self) -> None:
+        """In a forked child: see nothing. Quick; nothing is put back."""
+        if Session._active is self:
+            Session._active = None
+        self.patches.live = False
+        self.look.close()
+
+    def leave(self) -> None:
+        """In a forked child: put torch back and forget what the parent had seen."""
+        self.sleep()
+        self._writer = None
+        self.patches.restore()
+        self._remove_sights()
+
+    def joined(self, rank: int, world_size: int, where: str) -> None:
+        """The process turned out to be a rank of a group."""
+        if self._writer is not None and self.rank is None:
+            self._writer.named(rank)
+        self.rank, self.world_size, self.where = rank, world_size, where
 
     def __enter__(self) -> Session:
         return self.start()
@@ -160,7 +193,24 @@ class Session:
             self.stream.flush()
             self.judge.end()
             if self._writer is not None:
-                self._writer.close()
+                try:
+                    self._writer.close(self.verdict(code, by))
+                except OSError as error:  # the folder is gone: the run was told without this process
+                    self.fault("closing the record", error)
+
+    def verdict(self, code: int | str | None, by: str) -> dict[str, Any]:
+        """What this process made of its own events, as plain data: for the merged report of all processes."""
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "where": self.where,
+            "began": self._began,
+            "code": code,
+            "by": by,
+            "argv": list(sys.argv),
+            "findings": [flat(f) for f in self.judge.unfolded()],
+            "summary": flat(self.judge.summary),
+        }
 
     # -- what sights use -----------------------------------------------------------------------------------------
 
@@ -191,6 +241,11 @@ class Session:
                 from halfstep.launch import Enough
 
                 raise Enough
+
+    @property
+    def record(self) -> Path | None:
+        """The file of this process's events."""
+        return None if self._writer is None else self._writer.path
 
     # -- results -------------------------------------------------------------------------------------------------
 
@@ -235,9 +290,12 @@ class Session:
         self.judge.broken(f"judging {type(event).__name__} {event.seq}", error)
 
 
-def rank() -> int:
-    """This process's rank, by the launcher's word (0 without one)."""
-    return int(os.environ.get("RANK", "0") or 0)
+def launched_as() -> tuple[int | None, int]:
+    """This process's rank and the number of ranks, by the launcher's word: (None, 1) without one."""
+    rank, world_size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not rank.isdecimal():
+        return None, 1
+    return int(rank), int(world_size) if world_size.isdecimal() else 1
 
 
 def _accelerator() -> tuple[str, ...]:
