@@ -56,6 +56,7 @@ class _Average:
     first: int = 0
     updates: int = 0
     draft: Draft | None = None
+    owners: dict[int, int] | None = None  # optimizer -> its parameters that are averaged
 
 
 class Averages:
@@ -82,7 +83,9 @@ class Averages:
             return None
         average = self._average(("model", self._session.ident("module", averaged)))
         average.updates += 1
-        idents = [i for i in map(self._parameters.owner, model.parameters()) if i is not None]
+        if average.owners is None or _is_due(average.updates):
+            idents = [i for i in map(self._parameters.owner, model.parameters()) if i is not None]
+            average.owners = {i: idents.count(i) for i in set(idents)}
         pairs = [
             (a.detach(), p.detach())
             for a, p in zip(averaged.module.parameters(), model.parameters(), strict=False)
@@ -94,7 +97,7 @@ class Averages:
             AverageUpdated,
             at=self._session.place(),
             average=average.number,
-            optimizers={i: idents.count(i) for i in set(idents)},
+            optimizers=dict(average.owners),
             how="AveragedModel.update_parameters",
             dtype=_dtype(averaged.module),
         )

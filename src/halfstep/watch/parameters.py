@@ -75,14 +75,18 @@ class Parameters:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._session.patches.live:
             return
-        for place, (ref, _, _) in enumerate(self._running):
-            if ref() in (None, optimizer):
-                del self._running[place:]  # its last attempt raised
-                break
-        ident = self._session.ledger.ident(optimizer)
-        number = self._attempts[ident] = self._attempts.get(ident, 0) + 1
-        self._running.append((weakref.ref(optimizer), ident, number))
-        self._tell("before", optimizer, ident, number)
+        try:
+            for place, (ref, _, _) in enumerate(self._running):
+                if ref() in (None, optimizer):
+                    del self._running[place:]  # its last attempt raised
+                    break
+            ident = self._session.ledger.ident(optimizer)
+            number = self._attempts[ident] = self._attempts.get(ident, 0) + 1
+            self._running.append((weakref.ref(optimizer), ident, number))
+        except Exception as error:
+            self._session.fault("before an attempt", error)
+        else:
+            self._tell("before", optimizer, ident, number)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._running or self._running[-1][0]() is not optimizer:
