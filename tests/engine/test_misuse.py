@@ -241,6 +241,24 @@ def test_scheduler_step_by_hand(run: Run) -> None:
         run.manager.step(run.model, run.optimizer, run.scheduler)
 
 
+def test_scheduler_step_by_hand_before_the_first_update() -> None:
+    run = Run("bf16", updates=0)
+    run.manager.backward(run.loss())
+    with pytest.warns(UserWarning, match="before"):
+        run.scheduler.step()
+    with run.unchanged(MisuseError, r"called by hand 1 times"):
+        run.manager.step(run.model, run.optimizer, run.scheduler)
+
+
+def test_a_scheduler_that_was_loaded_was_not_moved_by_hand() -> None:
+    source, run = Run("fp32", updates=3), Run("fp32", updates=0)
+    for name in ("model", "optimizer", "scheduler"):
+        getattr(run, name).load_state_dict(getattr(source, name).state_dict())
+    run.manager.backward(run.loss())
+    assert run.manager.step(run.model, run.optimizer, run.scheduler).applied
+    assert run.scheduler.last_epoch == 4
+
+
 @pytest.mark.parametrize("when", ["between", "at the end", "before"])
 def test_loss_backward_by_hand(run: Run, when: str) -> None:
     if when == "before":

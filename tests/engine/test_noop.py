@@ -196,7 +196,9 @@ def test_compiled_models_train_like_eager_ones() -> None:
                 with manager.context():
                     loss = F.cross_entropy(module(x).float(), y)
                 manager.backward(loss)
-            results.append(manager.step(module, optimizer).loss)
+            update = manager.step(module, optimizer)
+            results.append(update.loss)
+        assert list(update.layer_norms) == [name for name, _ in model.named_parameters()]
     assert results[:4] == pytest.approx(results[4:], rel=2e-2)
     assert "CompiledFunctionBackward" in str(operators_not_observed(compiled, batches(1)[0]))
 

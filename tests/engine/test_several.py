@@ -205,6 +205,17 @@ def test_an_island_that_never_runs_is_an_error_at_the_first_update() -> None:
         manager.step(model, optimizer)
 
 
+def test_an_island_of_another_model_may_run_later() -> None:
+    critic, generator = nn.Linear(4, 1), nn.Linear(2, 4)
+    of_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
+    manager = MixedPrecisionManager(precision="bf16")
+    manager.keep_fp32(nn.ModuleList([generator]), "0")
+    with manager.context():
+        out = critic(torch.ones(1, 4))
+    manager.backward(out.float().sum())
+    assert manager.step(critic, of_critic).applied
+
+
 def test_full_precision_by_hand() -> None:
     manager = MixedPrecisionManager(precision="bf16")
     layer = nn.Linear(2, 2)

@@ -14,6 +14,8 @@ from halfstep.errors import MisuseError, UnsupportedError
 
 FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 Optimizer = torch.optim.Optimizer
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_REPLICATED = ("DistributedDataParallel", "DataParallel")
 
 
 class Binding:
@@ -30,6 +32,7 @@ class Binding:
         named: dict[Tensor, str] = {}
         for position, module in enumerate(self.modules):
             for name, parameter in module.named_parameters():
+                name = plain_name(name, module)
                 named.setdefault(parameter, f"{position}.{name}" if len(self.modules) > 1 else name)
         self.parameters: list[Tensor] = list(named)
         self.names: list[str] = list(named.values())
@@ -224,6 +227,13 @@ class Binding:
                 "keep the parameters in FP32 (model.float()); autocast runs the operators in half precision. "
                 "BF16 parameters are accepted",
             )
+
+
+def plain_name(name: str, module: nn.Module) -> str:
+    """A parameter's name as the user wrote it, without what wrappers (compile, FSDP, checkpointing, DDP) put in."""
+    for part in _WRAPPERS:
+        name = name.replace(part, "")
+    return name.removeprefix("module.") if type(module).__name__ in _REPLICATED else name
 
 
 def modules_of(model: Any) -> tuple[nn.Module, ...]:

@@ -61,10 +61,11 @@ class Bindings:
         for optimizer in binding.optimizers:
             known = self._hooks.get(id(optimizer))
             if known is None or known[0]() is not optimizer:
-                handle = optimizer.register_step_post_hook(self._notice)
+                handle = optimizer.register_step_post_hook(_hook(weakref.ref(self)))
                 self._hooks[id(optimizer)] = (weakref.ref(optimizer), handle)
 
-    def _notice(self, optimizer: Optimizer, *_: Any) -> None:
+    def notice(self, optimizer: Optimizer) -> None:
+        """An optimizer has been stepped, by whomever."""
         if not self.stepping:
             self._by_hand(type(optimizer).__name__)
 
@@ -118,6 +119,17 @@ class Bindings:
         for binding in self._by_key.values():
             binding.clear()
         self._strays.clear()
+
+
+def _hook(bindings: weakref.ref[Bindings]) -> Callable[..., None]:
+    """What an optimizer calls after each step. It keeps no manager alive."""
+
+    def stepped(optimizer: Optimizer, *_: Any) -> None:
+        alive = bindings()
+        if alive is not None:
+            alive.notice(optimizer)
+
+    return stepped
 
 
 def _is_foreign(parameter: Tensor, own: list[Contribution], rest: list[Contribution]) -> bool:

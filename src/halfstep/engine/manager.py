@@ -127,7 +127,6 @@ class MixedPrecisionManager:
         self._updater.host = self._contributor.host = self.precision.device_type == "cpu"
         self._device: torch.device | None = None
         self._islands: list[Islands] = []
-        self._islands_run = True
         self._checks: deque[Check] = deque(maxlen=1000)
         self._sources: dict[str, int] = {}
 
@@ -148,7 +147,7 @@ class MixedPrecisionManager:
         """
         islands = keep_fp32(model, *patterns)
         self._islands.append(islands)
-        self._islands_run = False
+        self._order.unproven.append((model, islands))
         return islands
 
     def check(self, tensor: Tensor, name: str) -> Check:
@@ -274,20 +273,16 @@ class MixedPrecisionManager:
 
         ``model`` is a module, or several: the set that is clipped and named; ``optimizer`` one, or several that share
         this backward: they own exactly the model's trainable parameters. ``scheduler`` moves in the manager's unit.
-        Raises, with nothing changed, where the update would not be the one that was meant.
-        """
+        Raises, with nothing changed, where the update would not be the one that was meant."""
         self._updater.settle()
         self._updater.require_scale()
         binding = self._bindings.find(model, optimizer)
         schedulers = schedulers_of(scheduler)
-        self._schedule.require_untouched(schedulers)
+        self._schedule.require_untouched(schedulers, binding.optimizers)
         share = self._order.share(binding)
         self._order.require_intact(binding)
         self._bindings.require_own(binding, share, self._ledger.pending)
-        if not self._islands_run and not share.empty:
-            for islands in self._islands:
-                islands.require_used()
-            self._islands_run = True
+        self._order.require_islands(binding)
         self._order.require_gradients(binding, share)
         self._order.verify(share, self._verification)
         shared = len(share) < len(self._ledger.pending)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from halfstep.engine.account import Account
 from halfstep.engine.binding import Binding
 from halfstep.engine.contribute import Contributor
 from halfstep.engine.group import Group
+from halfstep.engine.island import Islands
 from halfstep.engine.ledger import Share
 from halfstep.engine.position import Position
 from halfstep.engine.verification import Verification
@@ -28,6 +31,8 @@ class Order:
         self.account = account
         self.witnesses = Witnesses()
         self.group: Group[Any] | None = None
+        self.unproven: list[tuple[nn.Module, Islands]] = []
+        """Islands whose forward has not been seen to run yet."""
 
     def stepped_by_hand(self, optimizer: str) -> None:
         """An optimizer this manager steps was stepped by somebody else."""
@@ -91,6 +96,16 @@ class Order:
             "the loss was computed by another copy of the model, or from parameters the model had before it was moved "
             "or replaced; or gradients were cleared by hand: leave zero_grad() out",
         )
+
+    def require_islands(self, binding: Binding) -> None:
+        """Raise where an island in this model has not run by its first update."""
+        if not self.unproven:
+            return
+        inside = {id(module) for root in binding.modules for module in root.modules()}
+        for model, islands in list(self.unproven):
+            if not inside.isdisjoint(map(id, model.modules())):
+                islands.require_used()
+                self.unproven.remove((model, islands))
 
     def verify(self, share: Share, verification: Verification) -> None:
         """Hold the weights of contributions that were weighed against what their losses divided by."""

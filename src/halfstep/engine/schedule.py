@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import weakref
 from typing import Any
 
 import torch
@@ -41,25 +43,35 @@ class Schedule:
         if unit not in UNITS:
             raise PolicyError(f"unknown scheduler_unit {unit!r}", f"one of {', '.join(map(repr, UNITS))}")
         self.unit = unit
-        self._seen: dict[int, tuple[Any, int]] = {}
+        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._kept: list[tuple[Any, list[tuple[Any, dict[str, Any]]], list[dict[str, Any]]]] = []
 
-    def require_untouched(self, schedulers: tuple[Any, ...]) -> None:
-        """Raise where a scheduler moved since the manager last moved it."""
+    def require_untouched(self, schedulers: tuple[Any, ...], optimizers: tuple[Any, ...]) -> None:
+        """Raise where a scheduler moved since the manager last moved it.
+
+        One that is seen for the first time may have been loaded. Not so where its optimizer has never been stepped and
+        holds no state although it keeps some: then it was moved before the first update.
+        """
         if self.unit == "calls":
             return
         for scheduler in schedulers:
-            known = self._seen.get(id(scheduler))
-            if known is None or known[0] is not scheduler:
-                continue
             count = _position(scheduler)
-            if count is not None and count > known[1]:
+            known = self._known(scheduler)
+            if known is None and count is not None and all(_is_untouched(optimizer) for optimizer in optimizers):
+                known = 1 if hasattr(scheduler, "_step_count") else count
+            if count is not None and known is not None and count > known:
                 raise MisuseError(
-                    f"{type(scheduler).__name__}.step() was called by hand {count - known[1]} times since the last "
+                    f"{type(scheduler).__name__}.step() was called by hand {count - known} times since the last "
                     f"update, yet it is given to manager.step, which moves it by {self.unit} updates",
                     "leave one of them out: do not call scheduler.step(), or do not pass the scheduler to step; "
                     'scheduler_unit="calls" leaves it to you',
                 )
+
+    def _known(self, scheduler: Any) -> int | None:
+        try:
+            return self._seen.get(scheduler)
+        except TypeError:  # it takes no weak reference: nothing is known of it
+            return None
 
     def move(self, schedulers: tuple[Any, ...], optimizers: tuple[Any, ...], outcome: str) -> None:
         """Move after an attempt whose outcome is known."""
@@ -106,7 +118,15 @@ class Schedule:
     def _note(self, scheduler: Any) -> None:
         count = _position(scheduler)
         if count is not None:
-            self._seen[id(scheduler)] = (scheduler, count)
+            with contextlib.suppress(TypeError):
+                self._seen[scheduler] = count
+
+
+def _is_untouched(optimizer: Any) -> bool:
+    """Whether an optimizer that keeps state was never stepped nor loaded."""
+    stateless = all(group.get("momentum") == 0 for group in optimizer.param_groups)
+    known = type(optimizer).__module__.startswith("torch.optim")
+    return known and not stateless and not optimizer.state and not getattr(optimizer, "_opt_called", False)
 
 
 def _position(scheduler: Any) -> int | None:

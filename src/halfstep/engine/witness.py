@@ -108,6 +108,7 @@ class Witnesses:
         if self._handle is None:
             stepped = self._stepped
             self._handle = register_optimizer_step_post_hook(lambda optimizer, *_: stepped.add(optimizer))
+            weakref.finalize(self, self._handle.remove)
 
     def require_unstepped(self, optimizers: Iterable[torch.optim.Optimizer], pending: int) -> None:
         """Keep a fault where one of these was stepped by hand before the manager knew it."""
