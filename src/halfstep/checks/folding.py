@@ -40,6 +40,7 @@ _WEIGHTS = (
     "loss-divided-twice",
     "mean-of-means",
 )
+_DRIFT = frozenset({"parameters-differ-across-ranks"})
 _WAITING = frozenset({"scaler-update-mid-group", "scaler-update-between-optimizers", "unscale-mid-group"})
 
 CONSEQUENCES: dict[str, frozenset[str]] = {
@@ -47,8 +48,9 @@ CONSEQUENCES: dict[str, frozenset[str]] = {
         {"scaler-update-mid-group", "clip-mid-group", "scaler-update-missing", "scaled-gradients-read"}
     ),
     "clip-scaled-gradients": frozenset({"clip-mid-group", "scaled-gradients-read"}),
-    "closure-optimizer-with-scaler": _BY_CLOSURE,
-    "two-step-optimizer-with-scaler": _BY_CLOSURE | {"parameters-change-mid-group"},
+    "closure-optimizer-with-scaler": _BY_CLOSURE | {*_SPREADS, *_NONFINITE},
+    "two-step-optimizer-with-scaler": _BY_CLOSURE | {"parameters-change-mid-group", *_SPREADS, *_NONFINITE},
+    "scaled-gradients-in-loss": frozenset({*_SPREADS, *_NONFINITE}),
     "optimizer-step-bypasses-scaler": frozenset(
         {"scaler-update-without-step", "clip-scaled-gradients", "scaled-gradients-read", *_SPREADS, *_NONFINITE}
     ),
@@ -99,12 +101,21 @@ CONSEQUENCES: dict[str, frozenset[str]] = {
     "saturated-half-probabilities": _SPREADS | {"backward-nonfinite"},
     "epsilon-underflow": _SPREADS
     | {"backward-nonfinite", "no-master-weights", "optimizer-state-in-half", "half-gradient-accumulation"},
+    "backward-nonfinite": _SPREADS | {"ignored-positions-counted"},
     "clip-spreads-nonfinite": _SPREADS | {"forward-overflow", "backward-nonfinite", "half-reduction-overflow"},
     "no-supervised-elements": _SPREADS | {"mean-of-means", "backward-nonfinite", "clip-spreads-nonfinite"},
     "loss-not-divided": frozenset({"mean-of-means"}),
     "loss-divided-twice": frozenset({"mean-of-means"}),
     "partial-group-underweighted": frozenset({"mean-of-means"}),
     "autocast-off-needs-float": frozenset({"half-unsupported-operator"}),
+    # Replicas: what one rank does that the others do not makes their parameters differ.
+    "replica-bypassed": _DRIFT,
+    "unused-parameters": _DRIFT,
+    "skip-differs-across-ranks": _DRIFT | {"loss-scales-differ-across-ranks", "nonfinite-update-applied"},
+    "loss-scales-differ-across-ranks": _DRIFT | {"skip-differs-across-ranks", "loss-scale-collapse"},
+    "loss-divided-by-world-size": frozenset(
+        {"loss-divided-twice", "optimizer-step-every-micro-batch", "partial-group-underweighted"}
+    ),
     "autocast-around-loop": frozenset({"backward-under-autocast"}),
     "custom-function-dtype": frozenset({"half-unsupported-operator"}),
     "autocast-off-needs-float": frozenset({"half-unsupported-operator"}),

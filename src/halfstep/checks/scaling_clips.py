@@ -23,6 +23,7 @@ class ClipScaledGradients(BaseCheck):
     def __init__(self) -> None:
         self._reads = ScaleReads()
         self._limits: dict[tuple[str, int], tuple[float, float]] = {}  # place -> the first limit and scale seen there
+        self._asked: set[tuple[str, int]] = set()  # places that knew the scale
 
     def see(self, event: Event, story: Story) -> Iterable[Finding]:
         self._reads.see(event)
@@ -56,7 +57,9 @@ class ClipScaledGradients(BaseCheck):
             return False  # the scale moved, the limit did not
         if first != scale and abs(event.limit / limit * first / scale - 1) < 1e-3:
             return True
-        return event.limit / scale >= (_KNOWN if self._reads.known_at(at) else _GUESSED)
+        if self._reads.known_at(at):
+            self._asked.add(key)  # reads of the scale are told only so often for one line
+        return event.limit / scale >= (_KNOWN if key in self._asked else _GUESSED)
 
 
 class ClipAfterUpdate(BaseCheck):
