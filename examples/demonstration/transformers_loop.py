@@ -7,8 +7,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 def build() -> torch.nn.Module:
     config = GPT2Config(
-        vocab_size=VOCAB, n_positions=160, n_embd=32, n_layer=1, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        vocab_size=VOCAB, n_positions=160, n_embd=32, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=0
     )
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    config.loss_type = "ForCausalLM"
     return GPT2LMHeadModel(config)
 
 
