@@ -150,6 +150,17 @@ def test_a_quarter_of_an_auxiliary_term_is_no_division_by_four() -> None:
         assert manager.step(model, optimizer).applied
 
 
+def test_means_that_hold_no_target_are_noted_not_refused() -> None:
+    """A mean of outputs may be a loss or a part of one: nobody can tell what its elements are."""
+    model, optimizer, manager = make()
+    manager.backward(model(torch.ones(3, 4)).mean(), weight=7)
+    manager.backward(model(torch.ones(3, 4)).mean(), weight=2)
+    assert manager.step(model, optimizer).applied
+    report = manager.report()
+    assert report["normalisation"]["verdict"] == "unverified"
+    assert "averaged over 15, 15 elements, you declared 7, 2" in report["notes"][0]["message"]
+
+
 def test_opaque_losses_are_accepted_and_marked() -> None:
     class Mean(torch.autograd.Function):
         @staticmethod

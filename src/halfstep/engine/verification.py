@@ -20,6 +20,7 @@ class Verification:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._ratios: dict[int, float] = {}
+        self._doubtful = False
         self.updates = 0
         self.contributions = 0
         self.weighed = 0
@@ -45,9 +46,11 @@ class Verification:
                 self.opaque[contribution.opaque] = self.opaque.get(contribution.opaque, 0) + 1
         if share.weights is None or len(seen) != len(live) or share.mode == "plain":
             return
+        self._doubtful = False
         fault = self._judge(seen, reduction, size)
         if fault is None:
-            self.verdict = self.verdict or "verified"
+            if not self._doubtful:
+                self.verdict = self.verdict or "verified"
             return
         if self.verdict is None:
             self._ratios.clear()
@@ -81,13 +84,17 @@ class Verification:
                 "a term has another denominator", f"{found[0][0]}; give terms as a list, each its weight"
             )
             return None
+        if found and any(_is_guess(c) for c, fault in zip(columns, faults, strict=True) if fault is not None):
+            self._journal.note("weights may disagree", f"{found[0][0]}; what it averages was not recognised as a loss")
+            self._doubtful = True
+            return None
         return found[0] if found else None
 
     def _divided(self, columns: list[tuple[Any, ...]], size: int) -> tuple[str, str] | None:
         """Every loss carries exactly 1/A: somebody divided already."""
         if size < 2:
             return None
-        shares = [t.total / f for column in columns for t, f, _ in column if t.supervised]
+        shares = [t.total / f for c in columns for t, f, _ in c if t.supervised and t.loss != "elementwise"]
         if shares and all(abs(share * size - 1.0) < EXACT for share in shares):
             return (
                 f"the losses are already divided by A = {size}: each gives its elements a total weight of "
@@ -140,6 +147,11 @@ class Verification:
                 "divide the sum of each micro-batch's losses by group.weight",
             )
         return None
+
+
+def _is_guess(column: Sequence[Any]) -> bool:
+    """Whether these elements hold no target: a mean of outputs, which may be a loss or part of one."""
+    return any(term.loss == "elementwise" for term, _, _ in column)
 
 
 def _near(value: float, other: float) -> bool:
