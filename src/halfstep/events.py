@@ -223,6 +223,7 @@ class Contribution(Event):
     divisions: tuple[Division, ...] = ()
     route: int = 0
     reached: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    hooked: bool = False
     device: str = "cpu"
     thread: int = 0
     halves: Mapping[str, int] | None = None
@@ -691,12 +692,15 @@ class GraphsKept(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutocastEntered(Event):
+    """``made_at``: where the context was made, if not where it was entered."""
+
     region: int
     device: str
     dtype: str
     enabled: bool
     depth: int = 1
     thread: int = 0
+    made_at: Place | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

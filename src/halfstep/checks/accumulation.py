@@ -109,8 +109,10 @@ class Accumulation(BaseCheck):
         return ()
 
     def _cleared(self, event: GradientsCleared | GradientsEdited, story: Story) -> None:
-        for ident in event.optimizers:
+        for ident, count in event.optimizers.items():
             live, group = tuple(story.optimizer(ident).live), self._group(ident)
+            if not story.optimizer(ident).is_cleared_by(ident, count):
+                continue
             if live and not (group.nonfinite or (isinstance(event, GradientsCleared) and event.nonfinite)):
                 group.clears.append(_Clear(event.seq, event.at, live))
             group.nonfinite = None
@@ -167,11 +169,12 @@ class Accumulation(BaseCheck):
         self._kept(update, habit)
         self._half(update, story, habit)
         habit.attempted(update)
-        yield from habit.firm()
+        if not story.optimizer(ident).is_idle:
+            yield from habit.firm()
 
     def end(self, story: Story) -> Iterable[Finding]:
-        for habit in self._habits.values():
-            if not habit.closure:
+        for ident, habit in self._habits.items():
+            if not habit.closure and not story.optimizer(ident).is_idle:
                 yield from habit.rest()
 
     def _zero_grad(self, update: Update, group: _Group, habit: _Optimizer) -> None:

@@ -75,7 +75,8 @@ class Denominators(BaseCheck):
 
     def updated(self, update: Update, story: Story) -> Iterable[Finding]:
         live = update.live
-        if not live or update.stale or is_driven(update, story.optimizer(update.optimizer).made):
+        optimizer = story.optimizer(update.optimizer)
+        if not live or update.stale or optimizer.is_idle or is_driven(update, optimizer.made):
             return
         found = strands(update)
         routes = {s.last.route for s in found}
@@ -96,7 +97,8 @@ class Denominators(BaseCheck):
                 for ident, routes in self._attempted.items()
                 if ident != habit.optimizer and not routes & self._attempted[habit.optimizer]
             }
-            yield from habit.end(rivals=bool(others))
+            if not story.optimizer(habit.optimizer).is_idle:
+                yield from habit.end(rivals=bool(others))
 
     def _is_plain(self, strand: Strand, update: Update) -> bool:
         """An accumulation over micro-batches, as far as can be seen."""

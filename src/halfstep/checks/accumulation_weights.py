@@ -90,7 +90,8 @@ class Term:
 class Strand:
     """The contributions of a group that came the same way, by the same lines of the script: its micro-batches.
 
-    Contributions from other lines are other losses, not micro-batches of this one.
+    Contributions from other lines are other losses, not micro-batches of this one. ``edited``: the script did something
+    to their gradients that cannot be told as one factor.
     """
 
     contributions: list[Contribution]
@@ -135,17 +136,23 @@ def strands(update: Update, contributions: Sequence[Contribution] | None = None)
     for contribution in update.live if contributions is None else contributions:
         by_route.setdefault(contribution.route, []).append(contribution)
     return [
-        Strand(members, terms(members, update.attempt.divided_by, factor or 1.0), factor is None)
+        Strand(
+            members,
+            terms(members, update.attempt.divided_by, factor or 1.0),
+            factor is None or any(c.hooked for c in members),
+        )
         for members in by_route.values()
     ]
 
 
 def later_factor(update: Update) -> float | None:
-    """What the script multiplied the gradients by since their contributions; None where it cannot be told."""
-    factor = 1.0
+    """What the script multiplied all gradients by since their contributions; None where it cannot be told."""
+    factor, live = 1.0, update.live
+    reached = max((c.optimizers.get(update.optimizer, 0) for c in live), default=0)
     for event in update.between:
         if isinstance(event, GradientsEdited):
-            if event.factor is None:
+            between = bool(live) and event.seq < live[-1].seq  # only what came before it was multiplied
+            if event.factor is None or between or event.optimizers.get(update.optimizer, 0) < reached:
                 return None
             factor *= event.factor
     return factor

@@ -70,12 +70,25 @@ class OptimizerStory:
     applied: int = 0
     skipped: int = 0
     sizes: Counter[int] = field(default_factory=Counter)
+    weights: float | None = None  # norm of the parameters after the last attempt, where it was measured
+    measured: int = 0
+    still: int = 0
     updates: deque[Update] = field(default_factory=lambda: deque(maxlen=_TAIL))
 
     @property
     def live(self) -> list[Contribution]:
         gone = {c.number for c in self.erased}
         return [c for c in self.pending if c.number not in gone]
+
+    @property
+    def is_idle(self) -> bool:
+        """Most attempts leave the parameters as they are: it gathers gradients inside and updates now and then."""
+        return self.measured >= 4 and self.measured > self.still > self.measured / 2
+
+    def is_cleared_by(self, ident: int, count: int) -> bool:
+        """Whether clearing so many parameter tensors clears this optimizer's gradients, not only a part of them."""
+        live = self.live
+        return 2 * count >= max((c.optimizers.get(ident, 0) for c in live), default=0)
 
     def usual_size(self) -> int | None:
         """The number of contributions most updates of this optimizer had."""
@@ -141,12 +154,12 @@ class Story:
             case Contribution():
                 self._contribute(event)
             case GradientsCleared():
-                for ident in event.optimizers:
-                    self._clear(ident)
+                for ident, count in event.optimizers.items():
+                    self._clear(ident, count)
             case GradientsEdited():
-                for ident in event.optimizers:
+                for ident, count in event.optimizers.items():
                     if event.zeroed:
-                        self._clear(ident)
+                        self._clear(ident, count)
                     else:
                         self.optimizer(ident).between.append(event)
             case Clipped() | ParametersChanged():
@@ -185,8 +198,10 @@ class Story:
                 del story.pending[0]
                 story.stale += 1
 
-    def _clear(self, ident: int) -> None:
+    def _clear(self, ident: int, count: int) -> None:
         story = self.optimizer(ident)
+        if not story.is_cleared_by(ident, count):
+            return
         story.erased = list(story.pending)
         story.stale = 0
 
@@ -212,6 +227,10 @@ class Story:
         else:
             story.skipped += 1
             self.skipped += 1
+        if event.weights is not None:
+            story.measured += story.weights is not None
+            story.still += story.weights == event.weights and event.outcome == "applied"
+            story.weights = event.weights
         if event.scaler is not None:
             self.scaler(event.scaler).stepped[event.optimizer] = event
         update = Update(

@@ -90,6 +90,7 @@ class Backwards:
             at=self._session.place(),
             number=self._session.stream.micro,
             optimizers={i: c.received for i, c in changes.items()},
+            hooked=any(c.hooked for c in changes.values()),
             reached={i: c.reached for i, c in changes.items()},
             **self._described,
             scale=Late(mark.scale) if mark else None,

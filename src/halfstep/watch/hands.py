@@ -50,6 +50,7 @@ class Hands:
         gradients.hands = self
         self._powers = Powers()
         self._storages: dict[int, int] = {}  # storage of a gradient -> its optimizer
+        self._extents: dict[tuple[int, int], int] = {}  # where in a storage a gradient begins -> its elements
         self._moved = -1
         self._edits: dict[tuple[int, Place | None, str], Draft] = {}
         self._copies: dict[int, tuple[str, Any, Place | None]] = {}  # storage -> gradient times a number, by operator
@@ -236,6 +237,9 @@ class Hands:
 
     def _edit(self, operation: Operation, owners: dict[int, int]) -> None:
         name = operation.name
+        if not all(self._is_whole(t) for t in _written(operation) if isinstance(t, torch.Tensor)):
+            self._note(name, owners, operation.at, None, False)  # a row or a slice of a gradient
+            return
         factor = operation.args[1] if name in _EDITS and len(operation.args) > 1 else None
         if isinstance(factor, (list, tuple)):
             factor = factor[0] if factor else None
@@ -380,13 +384,20 @@ class Hands:
         if self._moved == self._gradients.moved:
             return
         self._moved = self._gradients.moved
-        self._storages = {
-            _storage(p.grad): ident
+        grads = [
+            (ident, p.grad)
             for ident, optimizer in self._session.ledger.optimizers()
             for group in optimizer.param_groups
             for p in group["params"]
             if _is_plain(p.grad)
-        }
+        ]
+        self._storages = {_storage(grad): ident for ident, grad in grads}
+        self._extents = {(_storage(grad), grad.storage_offset()): grad.numel() for _, grad in grads}
+
+    def _is_whole(self, tensor: torch.Tensor) -> bool:
+        """Not a part of a gradient (gradients may themselves be parts of one bucket)."""
+        extent = self._extents.get((_storage(tensor), tensor.storage_offset())) if _is_plain(tensor) else None
+        return extent is None or extent <= tensor.numel()
 
     def _owners(self, tensors: list[torch.Tensor]) -> dict[int, int]:
         self._refresh()

@@ -28,6 +28,7 @@ class Change:
     cleared: int = 0
     parameters: int = 0
     reached: int = 0  # which parameters received, as one number
+    hooked: bool = False  # the script's own hooks may have changed what arrived
     kept: int = 0  # gradients that are still what they were
     touched: list[torch.Tensor] = field(default_factory=list)
 
@@ -132,6 +133,7 @@ class Ledger:
                 change.replaced += 1
             change.touched.append(grad)
             change.reached ^= _mixed(key)
+            change.hooked |= bool(parameter._backward_hooks)
             grads[key], versions[key] = id(grad), version
         if change is not None:
             change.kept = kept
