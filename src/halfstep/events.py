@@ -235,8 +235,8 @@ class Contribution(Event):
 class LossRead(Event):
     """The value of a contribution's loss went to the script (looked at).
 
-    ``factor``: what the value read must be multiplied by to give the root of the backward: 0.25 where it was read before
-    a division by 4. ``how``: "item", or the operator that took it (a running total, a list of losses).
+    ``factor``: what the value read must be multiplied by to give the root of the backward: 0.25 where it was read
+    before a division by 4. ``how``: "item", or the operator that took it (a running total, a list of losses).
     """
 
     contribution: int

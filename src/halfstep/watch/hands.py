@@ -392,11 +392,11 @@ class Hands:
             if _is_plain(p.grad)
         ]
         self._storages = {_storage(grad): ident for ident, grad in grads}
-        self._extents = {(_storage(grad), grad.storage_offset()): grad.numel() for _, grad in grads}
+        self._extents = {(_storage(grad), int(grad.storage_offset())): grad.numel() for _, grad in grads}
 
     def _is_whole(self, tensor: torch.Tensor) -> bool:
         """Not a part of a gradient (gradients may themselves be parts of one bucket)."""
-        extent = self._extents.get((_storage(tensor), tensor.storage_offset())) if _is_plain(tensor) else None
+        extent = self._extents.get((_storage(tensor), int(tensor.storage_offset()))) if _is_plain(tensor) else None
         return extent is None or extent <= tensor.numel()
 
     def _owners(self, tensors: list[torch.Tensor]) -> dict[int, int]:
