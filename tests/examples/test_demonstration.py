@@ -1,4 +1,4 @@
-"""The demonstration of the README: each usual loop is found out with its number, each mended one is silent and exact."""
+"""The demonstration of the README: each usual loop is found out, each mended one is silent and exact."""
 
 from __future__ import annotations
 

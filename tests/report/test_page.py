@@ -78,9 +78,10 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
     probe = tmp_path / "probe.html"
     # Measured inside the browser: curves have a size, the page does not scroll sideways, no script of theirs ran.
     measure = (
-        "<script>addEventListener('load',()=>{const s=[...document.querySelectorAll('svg')].map(e=>e.getBoundingClientRect());"
+        "<script>addEventListener('load',()=>{const root=document.documentElement;"
+        "const s=[...document.querySelectorAll('svg')].map(e=>e.getBoundingClientRect());"
         "document.body.dataset.out=JSON.stringify({svg:s.map(r=>[r.width,r.height]),"
-        "wide:document.documentElement.scrollWidth-document.documentElement.clientWidth,title:document.title,"
+        "wide:root.scrollWidth-root.clientWidth,title:document.title,"
         "h1:document.querySelector('h1').textContent,lines:document.querySelectorAll('pre span').length})})</script>"
     )
     probe.write_text(file.read_text(encoding="utf-8").replace("</body>", measure + "</body>"), encoding="utf-8")
