@@ -7,18 +7,16 @@ and puts back (several tasks, private training) are left alone.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from halfstep.checks.accumulation_evidence import Evidence
-from halfstep.checks.accumulation_weights import is_driven, near, strands
+from halfstep.checks.accumulation_habits import Habit, kept
+from halfstep.checks.accumulation_weights import is_driven, strands
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.story import Story, Update
 from halfstep.events import (
-    Attempt,
     Clipped,
     Contribution,
     Event,
@@ -27,13 +25,14 @@ from halfstep.events import (
     GradientsEdited,
     GradientsRead,
     HalfUpdate,
+    ModuleCalled,
     ParametersChanged,
     Place,
     Unscaled,
 )
 
 _MANY = 16  # contributions whose sum in BF16 is off by more than one contribution's own rounding
-_PATIENCE = 24  # attempts without a clearing before it is called a habit
+_FEW = 64
 _REMEMBERED = 4096
 _PASSING = frozenset({"embedding_renorm_"})  # a layer's own bookkeeping on its weight
 
@@ -54,6 +53,7 @@ class _Group:
     moved: ParametersChanged | None = None
     moves: list[tuple[Place | None, str | None]] = field(default_factory=list)
     edited: bool = False  # after the last contribution
+    probes: list[Contribution] = field(default_factory=list)  # from forwards in evaluation mode
     halves: bool = False
 
 
@@ -69,15 +69,18 @@ class Accumulation(BaseCheck):
 
     def __init__(self) -> None:
         self._groups: dict[int, _Group] = {}
-        self._habits: dict[int, _Optimizer] = {}
+        self._habits: dict[int, Habit] = {}
         self._used: OrderedDict[int, dict[int, int]] = OrderedDict()  # contribution -> optimizer -> seq of its attempt
+        self._modes: dict[
+            int, bool
+        ] = {}  # optimizer -> whether the last forward of its parameters was in training mode
         self._told: dict[int, int] = {}  # optimizer -> the last NaN contribution told to be kept
 
     def _group(self, ident: int) -> _Group:
         return self._groups.setdefault(ident, _Group())
 
-    def _habit(self, ident: int) -> _Optimizer:
-        return self._habits.setdefault(ident, _Optimizer())
+    def _habit(self, ident: int) -> Habit:
+        return self._habits.setdefault(ident, Habit())
 
     # -- between attempts ----------------------------------------------------------------------------------------
 
@@ -88,9 +91,13 @@ class Accumulation(BaseCheck):
             case GradientsEdited():
                 for ident in event.optimizers:
                     self._group(ident).edited = True
+            case ModuleCalled(grad_enabled=True) if event.optimizers:
+                self._modes.update(dict.fromkeys(event.optimizers, event.training))
             case Contribution():
                 for ident in event.optimizers:
                     self._contributed(ident, event, story)
+                    if self._modes.pop(ident, True) is False:
+                        self._group(ident).probes.append(event)
             case ParametersChanged() if event.operator not in _PASSING:
                 for ident in event.optimizers:
                     group = self._group(ident)
@@ -139,14 +146,8 @@ class Accumulation(BaseCheck):
 
     def _spoiled(self, ident: int, at: Place) -> None:
         """A contribution was added to gradients that the script knew to be non-finite."""
-        self._habit(ident).kept.add(
-            _kept(
-                at if at.line else None,
-                "gradients found non-finite here were not cleared, the next contributions",
-                0,
-                1,
-            )
-        )
+        how = "gradients found non-finite here were kept, the next contributions"
+        self._habit(ident).kept.add(kept(at if at.line else None, how, 0, 1))
 
     # -- at an attempt -------------------------------------------------------------------------------------------
 
@@ -165,6 +166,7 @@ class Accumulation(BaseCheck):
             return
         self._zero_grad(update, group, habit)
         self._foreign(update, habit)
+        self._probed(update, group, habit)
         self._moved(update, group, habit)
         self._kept(update, habit)
         self._half(update, story, habit)
@@ -177,7 +179,7 @@ class Accumulation(BaseCheck):
             if not habit.closure and not story.optimizer(ident).is_idle:
                 yield from habit.rest()
 
-    def _zero_grad(self, update: Update, group: _Group, habit: _Optimizer) -> None:
+    def _zero_grad(self, update: Update, group: _Group, habit: Habit) -> None:
         habit.zeroed.chance()
         if group.edited or any(isinstance(e, ParametersChanged) for e in update.between):
             return  # taken out and put back by hand, or an ascent before the second half
@@ -212,7 +214,7 @@ class Accumulation(BaseCheck):
         """Every contribution but the last was cleared by itself."""
         return len(live) == 1 and all(n == 1 for _, n in own)
 
-    def _foreign(self, update: Update, habit: _Optimizer) -> None:
+    def _foreign(self, update: Update, habit: Habit) -> None:
         """A contribution that another optimizer already stepped on, then one of this optimizer's own loss."""
         habit.foreign.chance()
         live = update.live
@@ -247,7 +249,30 @@ class Accumulation(BaseCheck):
             )
             return
 
-    def _moved(self, update: Update, group: _Group, habit: _Optimizer) -> None:
+    def _probed(self, update: Update, group: _Group, habit: Habit) -> None:
+        """A backward in evaluation mode (a saliency map, an attack, a metric) left gradients for the next update."""
+        live = update.live
+        if len(live) < 2 or live[-1] in group.probes or len(group.probes) > _FEW:
+            return
+        left = next((c for c in live if c in group.probes and c.route != live[-1].route), None)
+        if left is None:
+            return
+        habit.probed.add(
+            Finding(
+                rule="foreign-gradients",
+                severity="warning",
+                at=left.at,
+                update=update.number,
+                message=(
+                    f"this backward ran on a forward in evaluation mode and left gradients in "
+                    f"{left.optimizers.get(update.optimizer)} parameters; the next update used them"
+                ),
+                evidence={"parameters": left.optimizers.get(update.optimizer), "contributions": len(live)},
+                fix="clear gradients before the next training backward, or take them with torch.autograd.grad",
+            )
+        )
+
+    def _moved(self, update: Update, group: _Group, habit: Habit) -> None:
         if len(update.live) < 2:
             return
         habit.moved.chance()
@@ -270,14 +295,14 @@ class Accumulation(BaseCheck):
             )
         )
 
-    def _kept(self, update: Update, habit: _Optimizer) -> None:
+    def _kept(self, update: Update, habit: Habit) -> None:
         """Gradients of a skipped attempt under the next contributions."""
         skipped = habit.skipped_since_clear
         if update.stale and skipped is not None and update.live and not habit.never_clears:
             how = "the gradients of a skipped update were kept, the next contributions"
-            habit.kept.add(_kept(habit.usual_clear or skipped.at, how, update.stale, update.number))
+            habit.kept.add(kept(habit.usual_clear or skipped.at, how, update.stale, update.number))
 
-    def _half(self, update: Update, story: Story, habit: _Optimizer) -> None:
+    def _half(self, update: Update, story: Story, habit: Habit) -> None:
         made = story.optimizer(update.optimizer).made
         half = {d: n for d, n in (made.dtypes if made else {}).items() if d in ("bfloat16", "float16")}
         size = len(update.live)
@@ -306,130 +331,9 @@ def _is_nan(contribution: Contribution) -> bool:
     return loss is not None and math.isnan(loss) and all(s.supervised != 0 for s in contribution.shares)
 
 
-def _kept(at: Place | None, how: str, stale: int, update: int) -> Finding:
-    return Finding(
-        rule="skipped-gradients-kept",
-        severity="error",
-        at=at,
-        update=update,
-        message=f"{how} were added to them: every later update is spoiled too",
-        evidence={"stale_contributions": stale},
-        fix="call optimizer.zero_grad() after every attempted update, skipped or not",
-    )
-
-
 def _unfinished(update: Update, lost: int) -> bool:
     """What is left adds up to less than one, and what was cleared would have completed it."""
     found = strands(update)
     main = found[0].main if len(found) == 1 and found[0].weighed and not found[0].edited else None
     parts = main.parts() if main is not None else None
     return parts is not None and len(update.live) < parts <= len(update.live) + lost
-
-
-@dataclass(slots=True)
-class _Optimizer:
-    """What one optimizer's updates have been like."""
-
-    zeroed: Evidence = field(default_factory=lambda: Evidence(least=3))
-    foreign: Evidence = field(default_factory=lambda: Evidence(least=2))
-    moved: Evidence = field(default_factory=lambda: Evidence(least=2))
-    kept: Evidence = field(default_factory=lambda: Evidence(least=1, share=0.0))
-    half: Evidence = field(default_factory=lambda: Evidence(least=1, share=0.0))
-    closure: bool = False
-    clears: list[tuple[int, Place | None]] = field(default_factory=list)  # the last few: seq, place
-    usual_clear: Place | None = None  # the last that came after an attempt
-    since: list[Update] = field(default_factory=list)  # attempts on new contributions since the last clearing
-    periods: list[int] = field(default_factory=list)
-    skipped_since_clear: Attempt | None = None
-    longest: int = 0
-    uncleared: Finding | None = None
-    stale: int = 0  # attempts on gradients of earlier ones
-    told: int = 0
-    last: Update | None = None
-
-    def cleared(self, seq: int, at: Place | None) -> None:
-        self.clears = [*self.clears[-15:], (seq, at)]
-        if self.since:
-            self.periods = [*self.periods[-63:], len(self.since)]
-            self.usual_clear = at
-        self.since = []
-        self.skipped_since_clear = None
-
-    @property
-    def never_clears(self) -> bool:
-        return not self.periods and any(u.applied for u in self.since)
-
-    def last_clear_before(self, seq: int) -> Place | None:
-        return next((at for number, at in reversed(self.clears) if number < seq), None)
-
-    def attempted(self, update: Update) -> None:
-        if not update.live:
-            return
-        self.last = update
-        if any(isinstance(e, GradientsEdited) for e in update.between):
-            self.since = []  # the script does something of its own with them
-            return
-        self.since = [*self.since[-63:], update]
-        if update.attempt.outcome == "skipped" and self.skipped_since_clear is None:
-            self.skipped_since_clear = update.attempt
-        if update.stale and any(u.applied for u in self.since[:-1]):
-            self.stale += 1
-            self.longest = max(self.longest, len(self.since))
-            self.uncleared = self.uncleared or self._never_cleared(update)
-
-    def _never_cleared(self, update: Update) -> Finding:
-        return Finding(
-            rule="gradients-never-cleared",
-            severity="error",
-            at=update.attempt.at,
-            update=update.number,
-            message=(
-                f"gradients are not cleared between updates: this one used {update.stale} contributions of earlier "
-                f"updates besides its own {len(update.live)}"
-            ),
-            evidence={"stale_contributions": update.stale, "contributions": len(update.live)},
-            fix="optimizer.zero_grad() after each optimizer.step()",
-        )
-
-    def firm(self) -> Iterator[Finding]:
-        for evidence in (self.zeroed, self.foreign, self.moved, self.kept, self.half):
-            yield from evidence.firm()
-        if self.uncleared is not None and self.longest >= _PATIENCE:
-            yield from self._tell_uncleared()
-
-    def rest(self) -> Iterator[Finding]:
-        for evidence in (self.zeroed, self.foreign, self.moved, self.kept, self.half):
-            yield from evidence.rest()
-        if self.uncleared is None or self.longest < 3:
-            return
-        yield from self._tell_uncleared()
-
-    def _tell_uncleared(self) -> Iterator[Finding]:
-        if self.uncleared is None or self.stale == self.told:
-            return
-        divided = self._divided_by()
-        found = self.uncleared if divided is None else self._stepped_early(self.uncleared, divided)
-        yield dataclasses.replace(found, count=self.stale - self.told)
-        self.told = self.stale
-
-    def _stepped_early(self, uncleared: Finding, divided: int) -> Finding:
-        return Finding(
-            rule="optimizer-step-every-micro-batch",
-            severity="error",
-            at=uncleared.at,
-            update=uncleared.update,
-            message=(
-                f"the loss is divided by {divided} and gradients are cleared every {divided} micro-batches, yet the "
-                "optimizer stepped after each of them, on an unfinished sum"
-            ),
-            evidence={"divided_by": divided, "updates_per_clearing": divided},
-            fix=f"if (i + 1) % {divided} == 0: optimizer.step(); optimizer.zero_grad()",
-        )
-
-    def _divided_by(self) -> int | None:
-        """Cleared every so many attempts, and the loss divided by that number: a group was meant."""
-        if len(self.periods) < 2 or len(set(self.periods[:-1])) != 1 or self.last is None:
-            return None
-        period = self.periods[0]
-        divisions = [d for c in self.last.live for d in c.divisions]
-        return period if period > 1 and any(near(d.by, period) for d in divisions) else None
