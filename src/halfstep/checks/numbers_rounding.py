@@ -149,7 +149,8 @@ class GradientUnderflow(BaseCheck):
         name, worst = layers[0]
         shares = {n: round(layer.lost / max(layer.kept, 1), 4) for n, layer in layers[:_NAMED]}
         others = f" and {len(layers) - 1} other layers" if len(layers) > 1 else ""
-        fits = event.fitting is not None and event.fitting >= _ROOM * scale
+        everywhere = 3 * len(layers) >= 2 * sum(layer.kept >= _FEW for layer in event.layers)
+        fits = everywhere and event.fitting is not None and event.fitting >= _ROOM * scale
         at, module, fix = (
             event.at,
             name,

@@ -8,7 +8,9 @@ output another value (see `silence`). The line of a gradient operator is that of
 
 from __future__ import annotations
 
+import linecache
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,8 @@ _REDUCTIONS = frozenset(
     )
 )
 _LOGS = frozenset(("log", "log2", "log10", "log1p", "logit", "div", "reciprocal", "special_xlogy", "xlogy"))
+_WRITES = frozenset(("index_put_", "copy_", "fill_"))
+_NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e\+?\d+)?", re.IGNORECASE)
 _NEAR = 6  # generations up in which the reason for a zero is looked for
 
 
@@ -141,12 +145,12 @@ class Culprit:
         if origin.number <= self.provenance.start or origin.name in ("leaf", "argument"):
             return self._from_before(origin)
         if "masked" in facts and origin.nan:
-            return "masked", origin.at, {"count": facts["masked"][0], "of": facts["masked"][1]}
+            return self._masked(origin)
         near = list(origin.upstream(_NEAR))
         masked = next((o for o in near if "masked" in o.facts), None)
         if masked is not None and origin.nan and facts.get("born_of_inf"):
-            return "masked", masked.at, {"count": masked.facts["masked"][0], "of": masked.facts["masked"][1]}
-        if "constant" in facts:
+            return self._masked(masked)
+        if "constant" in facts and origin.node is None:
             return "constant", origin.at, {"constant": facts["constant"]}
         epsilon = next((o for o in near if "epsilon" in o.facts), None)
         if epsilon is not None and not _is_overflow(origin):
@@ -157,10 +161,19 @@ class Culprit:
         if facts.get("empty"):
             return "nothing", origin.at, {}
         if origin.node is None and origin.path is None and not origin.grad and _is_fed(origin):
-            return "input", origin.at, {"hint": origin.name}
-        if origin.name in _REDUCTIONS and origin.dtype in HALF and not origin.nan and _is_overflow(origin):
+            return "input", facts.get("used_at", origin.at), {"hint": origin.name}
+        reduces = origin.name in _REDUCTIONS and origin.dtype in HALF and origin.node is None
+        if reduces and not origin.nan and _is_overflow(origin):
             return "reduction", origin.at, {}
         return "operator", origin.at, {}
+
+    def _masked(self, origin: Origin) -> tuple[str, Place | None, dict[str, Any]]:
+        """Rows of a softmax were masked: by an infinity that was meant, or by a number that became one?"""
+        for above in origin.upstream(_NEAR):
+            number = written_number(above) if above.name in _WRITES and above.dtype in HALF else None
+            if number is not None:
+                return "constant", above.at, {"constant": number}
+        return "masked", origin.at, {"count": origin.facts["masked"][0], "of": origin.facts["masked"][1]}
 
     def _from_before(self, origin: Origin) -> tuple[str, Place | None, dict[str, Any]]:
         facts = origin.facts
@@ -168,11 +181,13 @@ class Culprit:
         parameter = self._parameter(origin.key)
         if parameter is not None:
             return "parameter", origin.at, {"hint": parameter, **fields}
+        if "busy" in facts:
+            return "carried", origin.at, {}
         if origin.name in ("leaf", "argument"):
-            return "input", origin.at, {"hint": _counted(facts), **fields}
+            return "input", facts.get("used_at", origin.at), {"hint": _counted(facts), **fields}
         if origin.grad or origin.path is not None or origin.node is not None or "busy" in facts:
             return "carried", origin.at, {}
-        return "input", origin.at, {"hint": origin.name}
+        return "input", facts.get("used_at", origin.at), {"hint": origin.name}
 
     def _names(self) -> dict[int, str]:
         """Names of parameters, by id."""
@@ -200,14 +215,16 @@ def sources(ends: Iterable[Origin]) -> list[Origin]:
     """The origins of what is not finite in ``ends``: those whose own inputs were finite."""
     found: dict[int, Origin] = {}
     seen: set[int] = set()
-    queue = list(ends)
+    queue = [(end, end) for end in ends]  # with the operator that used it, moves of data left out
     while queue:
-        origin = queue.pop()
+        origin, user = queue.pop()
         if id(origin) in seen:
             continue
         seen.add(id(origin))
         if not origin.bad:
             found[id(origin)] = origin
+            if _moved_only(origin):
+                origin.facts["used_at"] = user.at
             continue
         causes: Sequence[Origin] = origin.bad
         if origin.nan:
@@ -221,8 +238,21 @@ def sources(ends: Iterable[Origin]) -> list[Origin]:
         if origin.name == "argument" and all(_moved_only(o) for o in sources(causes)):
             found[id(origin)] = origin
             continue
-        queue.extend(causes)
+        queue.extend((cause, user if origin.name in MOVES else origin) for cause in causes)
     return list(found.values())
+
+
+def written_number(origin: Origin) -> float | None:
+    """The number that the script wrote here and that became infinite on its way into half precision.
+
+    What was written is known to be infinite; the line itself is asked only for the number it was.
+    """
+    line = linecache.getline(origin.at.file, origin.at.line) if origin.at is not None else ""
+    if not line or "inf" in line.lower():
+        return None
+    limit = torch.finfo(origin.dtype).max
+    numbers = [float(n) for n in _NUMBER.findall(line)]
+    return next((-n for n in numbers if n > limit), None)
 
 
 def _is_meant(origin: Origin) -> bool:

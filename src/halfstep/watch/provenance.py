@@ -278,6 +278,8 @@ class Provenance:
         leaf = Origin(self._number, "leaf", operation.at, tensor.dtype, key=address(tensor), path=origin.path)
         leaf.low, leaf.high = low, high
         leaf.facts.update(counted(tensor))
+        if self._gradients.busy:
+            leaf.facts["busy"] = True
         if known is None:
             self._origins[leaf.key] = (held(tensor), leaf)
         return leaf
