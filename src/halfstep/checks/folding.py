@@ -107,7 +107,6 @@ CONSEQUENCES: dict[str, frozenset[str]] = {
     "loss-not-divided": frozenset({"mean-of-means"}),
     "loss-divided-twice": frozenset({"mean-of-means"}),
     "partial-group-underweighted": frozenset({"mean-of-means"}),
-    "autocast-off-needs-float": frozenset({"half-unsupported-operator"}),
     # Replicas: what one rank does that the others do not makes their parameters differ.
     "replica-bypassed": _DRIFT,
     "unused-parameters": _DRIFT,
