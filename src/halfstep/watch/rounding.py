@@ -18,6 +18,7 @@ from halfstep.watch.halves import HALF, Halves
 from halfstep.watch.look import Operation
 from halfstep.watch.parameters import Parameters
 from halfstep.watch.patches import Patches
+from halfstep.watch.sources import casts, line_of
 from halfstep.watch.stream import Late
 
 if TYPE_CHECKING:
@@ -164,7 +165,8 @@ class Rounding:
         if not half or len({p.device for p in half}) > 1:
             return None
         stride = max(1, len(half) // _TENSORS)
-        return _Sample(half[::stride], self._halves.origin(half[0])[0])
+        at = self._halves.origin(half[0])[0] or line_of(self._session.place(), casts)
+        return _Sample(half[::stride], at)
 
     def _emit(self, ident: int, sample: _Sample, number: int) -> None:
         sample.last = number

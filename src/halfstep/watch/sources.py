@@ -27,10 +27,24 @@ def lines(file: str, test: Callable[[ast.AST], bool]) -> list[int]:
     return sorted({node.lineno for node in ast.walk(parsed) if isinstance(node, (ast.stmt, ast.expr)) and test(node)})
 
 
-def only_line(near: Place | None, test: Callable[[ast.AST], bool]) -> Place | None:
-    """The one line of the same file whose node passes; ``near`` itself where there is none, or more than one."""
+def line_of(near: Place | None, test: Callable[[ast.AST], bool]) -> Place | None:
+    """The one line of the same file whose node passes; None where there is none, or more than one."""
     found = lines(near.file, test) if near is not None else []
-    return Place(near.file, found[0]) if near is not None and len(found) == 1 else near
+    return Place(near.file, found[0]) if near is not None and len(found) == 1 else None
+
+
+def only_line(near: Place | None, test: Callable[[ast.AST], bool]) -> Place | None:
+    """`line_of`, or ``near`` itself."""
+    return line_of(near, test) or near
+
+
+def casts(node: ast.AST) -> bool:
+    """``p.data = p.data.bfloat16()`` and its like: a parameter made half behind its module's back."""
+    if not isinstance(node, ast.Assign) or not any(
+        isinstance(t, ast.Attribute) and t.attr == "data" for t in node.targets
+    ):
+        return False
+    return any(isinstance(n, ast.Attribute) and n.attr in ("bfloat16", "half", "float16") for n in ast.walk(node.value))
 
 
 def freezes(node: ast.AST) -> bool:
