@@ -141,6 +141,17 @@ def test_nothing_is_measured_where_nothing_is_asked() -> None:
     assert update.layer_norms == {}
 
 
+def test_a_loss_scale_is_fed_even_then() -> None:
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, fused=True)
+    policy = {"max_norm": None, "monitor": False, "on_nonfinite": "ignore", "growth_interval": 2, "init_scale": 8.0}
+    manager = MixedPrecisionManager(precision="fp16", **policy)  # type: ignore[arg-type]
+    for _ in range(4):
+        manager.backward(model(torch.randn(2, 128)).square().mean())
+        assert manager.step(model, optimizer).applied
+    assert manager.loss_scale == 32.0
+
+
 def test_backward_adds_no_operator_of_its_own() -> None:
     """Scale and weight enter as the gradient at the root: the graph is the user's, and no pass is added to it."""
 

@@ -137,6 +137,17 @@ def test_position_is_told_and_a_changed_loader_is_noticed() -> None:
         next(again["manager"].groups(short, 3))
 
 
+def test_a_loader_that_the_user_restores() -> None:
+    run = build("own generator")
+    train(run, 6)
+    again = build("own generator")
+    again["manager"].load_state_dict(run["manager"].state_dict(), position=False)
+    assert again["manager"].report()["counters"]["attempted"] == 6
+    assert sum(1 for _ in again["loader"]) == 10
+    assert len(train(again, 10)) == 4
+    assert again["manager"].report()["position"]["epoch"] == 0
+
+
 def test_a_loader_that_resumes_itself_is_left_alone() -> None:
     class Stateful:
         def __iter__(self) -> Any:

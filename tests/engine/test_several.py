@@ -74,6 +74,16 @@ def test_two_losses_on_two_models_each_with_its_own_update(precision: str) -> No
     assert manager.report()["counters"]["applied"] == 6
 
 
+def test_weights_need_be_of_one_kind_only_on_the_same_parameters() -> None:
+    first, second = nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (first, second)]
+    manager = MixedPrecisionManager(precision="fp32")
+    manager.backward(first(torch.ones(2, 3)).square().mean(), weight=2, inputs=first)
+    manager.backward(second(torch.ones(2, 3)).square().mean(), inputs=second)
+    assert manager.step(first, optimizers[0]).weight == 2
+    assert manager.step(second, optimizers[1]).weight is None
+
+
 def test_gan_inside_groups() -> None:
     generator, critic = nn.Linear(2, 4), nn.Linear(4, 1)
     of_generator = torch.optim.AdamW(generator.parameters(), lr=0.01, fused=True)

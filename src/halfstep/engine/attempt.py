@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halfstep.engine.binding import Binding
-from halfstep.engine.norms import dense, norms_of
+from halfstep.engine.norms import norms_of
 from halfstep.engine.replicas import Replicas
 
 EPSILON = 1e-6  # of clip_grad_norm_: max_norm / (norm + 1e-6)
@@ -29,8 +29,6 @@ class Attempt:
     coefficient: Number
     found_inf: Number
     """1.0 where a gradient was not finite."""
-    stepped: bool = True
-    """Whether the optimizers were called."""
 
 
 class Attempts:
@@ -56,7 +54,7 @@ class Attempts:
         """``value`` is ``total``, read; both are of the undivided gradients (None and nan: not measured)."""
         grad_norm = value / divisor
         if total is not None and not math.isfinite(value) and self.heed:
-            return Attempt(norms, divisor, grad_norm, self._coefficient(grad_norm), 1.0, stepped=False)
+            return Attempt(norms, divisor, grad_norm, self._coefficient(grad_norm), 1.0)
         coefficient = 1.0 if total is None else self._coefficient(grad_norm)
         if folded:
             factor = divisor / coefficient if coefficient != 0.0 else math.inf
@@ -73,7 +71,7 @@ class Attempts:
                 multiply(gradients, 1.0 / divisor, binding.plain)
             for optimizer in binding.optimizers:
                 optimizer.step()
-        return Attempt(norms, divisor, grad_norm, coefficient, 0.0 if math.isfinite(value) else 1.0)
+        return Attempt(norms, divisor, grad_norm, coefficient, 0.0 if total is None or math.isfinite(value) else 1.0)
 
     def _coefficient(self, grad_norm: float) -> float:
         if self.max_norm is None:
@@ -161,6 +159,3 @@ def _as_factor(divisor: Number, device: torch.device) -> Tensor:
     if isinstance(divisor, Tensor):
         return divisor.to(device=device, dtype=torch.float32)
     return torch.full((), divisor, dtype=torch.float32, device=device)
-
-
-__all__ = ["Attempt", "Attempts", "coalesce", "dense", "multiply"]

@@ -107,14 +107,16 @@ class Ledger:
     """``ref``: weights that are counted along enter backward as w / ref. Of a group: what W is if all weigh the same,
     so that w / ref is the plain loop's 1 / A and nothing is left to divide. Of a flat loop, whose length is not known:
     a power of two near its first weight, which costs no rounding."""
+    number: int = 0
+    """Contributions made outside groups so far: each counts as a micro-batch of its own."""
     anchored: bool = False
     """Whether ``ref`` is already that of the group whose contributions are pending."""
 
-    def admit(self, mode: Mode, terms: int) -> None:
-        """Refuse a contribution that does not go with those already pending. Changes nothing."""
-        if not self.pending:
+    def admit(self, mode: Mode, terms: int, only: frozenset[int] | None) -> None:
+        """Refuse a contribution that does not go with those pending on the same parameters. Changes nothing."""
+        first = next((c for c in self.pending if only is None or c.reaches(only)), None)
+        if first is None:
             return
-        first = self.pending[0]
         if first.mode != mode:
             words = {"plain": "without a weight", "along": "with a weight", "ahead": "weighted by its group"}
             raise MisuseError(

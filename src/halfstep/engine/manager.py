@@ -195,10 +195,11 @@ class MixedPrecisionManager:
             self._learn_device(losses[0].device)
         mode, source, factors, weights = contributor.normalise(losses, weight, group)
         ledger = self._ledger
-        ledger.admit(mode, len(losses))
+        ledger.admit(mode, len(losses), None if only is None else frozenset(map(id, only)))
         order.witnesses.before(ledger.waits)
         if group is None:
-            examples, micro_batch = None, len(ledger.pending)
+            examples, micro_batch = None, ledger.number
+            ledger.number += 1
         else:
             examples, micro_batch = group.example_counts[group.position], group.position
         contribution = contributor.run(
@@ -381,13 +382,14 @@ class MixedPrecisionManager:
         self._updater.settle()
         return save(self, random_state)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, position: bool = True) -> None:
         """Load a state of ``state_dict``, or a bare ``torch.amp.GradScaler`` state.
 
         The next ``groups`` goes on where the saved one was: the micro-batches used in its epoch are drawn and dropped.
+        ``position=False`` leaves that out, for a loader that the user restores.
         """
         self._updater.settle()
-        load(self, state)
+        load(self, state, position)
         self._schedule.forget()
         self._contributor.weigh = _is_power_of_two(self._account.attempted + 1)
 

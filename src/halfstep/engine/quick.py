@@ -35,7 +35,8 @@ def contribute_quickly(contributor: Contributor, loss: Any, weight: Any, group: 
     mode: Mode = "along"
     weights: tuple[float, ...] | None
     if group is None:
-        examples, micro_batch = None, len(pending)
+        examples, micro_batch = None, ledger.number
+        ledger.number += 1
         if weight is None:
             mode, source, factor, weights = "plain", "none: as the caller scaled it", 1.0, None
         elif type(weight) in (int, float) and 0.0 < weight < math.inf:

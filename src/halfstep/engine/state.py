@@ -37,7 +37,7 @@ def save(manager: MixedPrecisionManager, random_state: bool) -> dict[str, Any]:
     return state
 
 
-def load(manager: MixedPrecisionManager, state: dict[str, Any]) -> None:
+def load(manager: MixedPrecisionManager, state: dict[str, Any], position: bool) -> None:
     """Put a saved state, or a bare GradScaler's, into a manager."""
     if manager.pending:
         raise MisuseError(
@@ -62,7 +62,8 @@ def load(manager: MixedPrecisionManager, state: dict[str, Any]) -> None:
     account.load(state["counters"])
     scaler.load_full_state(state["scaler"], account.attempted)
     scaler.restore_history(state["scale_history"], state["scale_touches"])
-    manager._position.load(state["position"])
+    if position:
+        manager._position.load(state["position"])
     manager._journal.load_window(state["norms"])
     if "random_state" in state:
         restore_random_state(state["random_state"])

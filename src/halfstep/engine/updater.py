@@ -131,7 +131,7 @@ class Updater:
         values: dict[str, Number] = {"loss": 0.0, "grad_norm": 0.0, "coefficient": 1.0, "divisor": 1.0}
         values |= {"scale": self._scale.value, "found_inf": 0.0, "empty": 1.0}
         values |= {f"W{index}": weight for index, weight in enumerate(share.weights or ())}
-        return Attempt(None, 1.0, 0.0, 1.0, 0.0, stepped=False), values
+        return Attempt(None, 1.0, 0.0, 1.0, 0.0), values
 
     def _attempt(
         self, binding: Binding, share: Share, reference: Weight, buffers: TermBuffers
@@ -159,7 +159,7 @@ class Updater:
             gradients = binding.gradients()
         folded = binding.folds()
         norms = total = None
-        if self._measures:
+        if self._measures or self._scale.is_enabled():
             norms, total = self._attempts.measure(binding, gradients, folded)
         if self.host or not folded or binding.damped or self._on_nonfinite == "raise":
             attempt = self._on_host(binding, gradients, values, divisor, norms, total, folded)
@@ -196,7 +196,7 @@ class Updater:
         values["empty"] = 0.0
         if divisor == 0.0:  # W was read, and is 0
             values["empty"] = 1.0
-            return Attempt(None, 1.0, 0.0, 1.0, 0.0, stepped=False)
+            return Attempt(None, 1.0, 0.0, 1.0, 0.0)
         if self._on_nonfinite == "raise" and not math.isfinite(read):
             culprits = nonfinite_names(binding.named(), norms)
             raise NonFiniteError(
