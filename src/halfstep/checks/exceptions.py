@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable
 
 from halfstep.checks.carried import carried
 from halfstep.checks.registry import BaseCheck
-from halfstep.checks.scaling_order import is_two_step
-from halfstep.checks.story import OptimizerStory, Story, Update
+from halfstep.checks.story import OptimizerStory, Story
 from halfstep.events import (
     Attempt,
     Contribution,
@@ -263,62 +262,3 @@ TABLE: tuple[tuple[str, str, _Explain], ...] = (
     ("step", "Closure use is not currently supported", RefusedByScaler.closure),
     ("step", "'closure'", RefusedByScaler.closure),
 )
-
-
-class ClosureWithScaler(BaseCheck):
-    """A closure's backward left the scale on the gradients that the optimizer used."""
-
-    rules = ("closure-optimizer-with-scaler",)
-
-    def updated(self, update: Update, story: Story) -> Iterable[Finding]:
-        attempt, now = update.attempt, carried(update)
-        if not attempt.closure or attempt.divided_by is not None or not now.scaled:
-            return
-        yield Finding(
-            rule="closure-optimizer-with-scaler",
-            severity="error",
-            at=attempt.at,
-            update=update.number,
-            message=(
-                f"the optimizer ran its closure on a loss multiplied by {now.scale:g}: the gradients it used are that "
-                "many times too large, and nothing checks them for inf"
-            ),
-            evidence={"scale": now.scale, "evaluations": len(update.contributions), "via": attempt.via},
-            fix="use bfloat16 or float32 with this optimizer: no loss scale is needed there",
-        )
-
-
-class TwoStepWithScaler(BaseCheck):
-    """Ascend and descend on gradients that carry the scale, or through an unscale_ of the first half."""
-
-    rules = ("two-step-optimizer-with-scaler",)
-
-    def see(self, event: Event, story: Story) -> Iterable[Finding]:
-        if isinstance(event, HalfUpdate):
-            now = carried(story.optimizer(event.optimizer))
-            if now.scaled and now.scale is not None:
-                yield self._finding(event.method, event.at, now.scale, stale=now.unscaled is not None)
-
-    def updated(self, update: Update, story: Story) -> Iterable[Finding]:
-        attempt, now = update.attempt, carried(update)
-        if attempt.closure or attempt.divided_by is not None or not is_two_step(update):
-            return  # an optimizer that runs a closure moves parameters between evaluations, too
-        if not now.scaled or now.scale is None:
-            return
-        halves = [e for e in update.between if isinstance(e, HalfUpdate)]
-        if halves and any(carried(update, e.seq).scaled for e in halves):
-            return  # told where the half update was
-        stale = any(isinstance(e, Unscaled) for e in update.between)
-        yield self._finding("step", update.attempt.at, now.scale, stale)
-
-    @staticmethod
-    def _finding(method: str, at: Place | None, scale: float, stale: bool) -> Finding:
-        why = "the unscale_ before it was of the first half's gradients" if stale else "nobody unscaled them"
-        return Finding(
-            rule="two-step-optimizer-with-scaler",
-            severity="error",
-            at=at,
-            message=f"{method} of a two-step update used gradients multiplied by the loss scale {scale:g}: {why}",
-            evidence={"scale": scale, "method": method, "stale_unscale": stale},
-            fix="for each half: scaler.scale(loss).backward(); scaler.unscale_(optimizer); ...; scaler.update()",
-        )

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from halfstep.checks.exceptions import ClosureWithScaler, RefusedByScaler, TwoStepWithScaler
+from halfstep.checks.exceptions import RefusedByScaler
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.scaling_clips import ClipAfterUpdate, ClipMidGroup, ClipScaledGradients
 from halfstep.checks.scaling_collapse import LossScaleCollapse, NonfiniteUpdateApplied
-from halfstep.checks.scaling_life import (
-    Fp16WithoutScaler,
-    HalfParametersWithScaler,
-    ScalerReplaced,
-    ScalerWithoutFp16,
-)
+from halfstep.checks.scaling_life import ScalerReplaced
+from halfstep.checks.scaling_optimizers import ClosureWithScaler, FusedMomentumAfterSkip, TwoStepWithScaler
 from halfstep.checks.scaling_order import (
     OverflowsUnheard,
     ScaleMovesMidGroup,
@@ -19,7 +15,8 @@ from halfstep.checks.scaling_order import (
     StepBypassesScaler,
     UnscaleMidGroup,
 )
-from halfstep.checks.scaling_values import FusedMomentumAfterSkip, ScaledGradientsInLoss, ScaledGradientsRead
+from halfstep.checks.scaling_precision import Fp16WithoutScaler, HalfParametersWithScaler, ScalerWithoutFp16
+from halfstep.checks.scaling_values import ScaledGradientsInLoss, ScaledGradientsRead
 
 SCALING: tuple[type[BaseCheck], ...] = (
     ClipScaledGradients,

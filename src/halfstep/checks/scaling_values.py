@@ -1,4 +1,4 @@
-"""Values that carry the scale where they should not: statistics read, gradients in a loss, momentum from a skip."""
+"""Values that carry the scale where they should not: statistics read, gradients in a loss."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from halfstep.checks.carried import ScaleReads, carried
 from halfstep.checks.registry import BaseCheck
-from halfstep.checks.story import Story, Update
+from halfstep.checks.story import Story
 from halfstep.events import (
     Attempt,
     Clipped,
@@ -16,11 +16,9 @@ from halfstep.events import (
     Finding,
     GradientsCleared,
     GradientsRead,
-    OptimizerMade,
     PenaltyMixed,
     Place,
     ScaleRead,
-    StateLoaded,
 )
 
 
@@ -131,52 +129,4 @@ class ScaledGradientsInLoss(BaseCheck):
             ),
             evidence={"scale": event.scale, "power": event.power, "operator": event.operator},
             fix="inv = 1.0 / scaler.get_scale(); grads = [g * inv for g in grads]",
-        )
-
-
-class FusedMomentumAfterSkip(BaseCheck):
-    """Fused SGD whose first attempt the scaler skipped: the momentum buffers it made were never written."""
-
-    rules = ("fused-momentum-after-skip",)
-
-    def __init__(self) -> None:
-        self._fused: dict[int, OptimizerMade] = {}
-        self._skipped: dict[int, Attempt] = {}
-
-    def see(self, event: Event, story: Story) -> Iterable[Finding]:
-        match event:
-            case OptimizerMade(type="SGD") if event.options.get("fused") and event.options.get("momentum"):
-                self._fused[event.optimizer] = event
-            case StateLoaded(kind="optimizer", ident=int(ident)):
-                self._fused.pop(ident, None)
-            case _:
-                pass
-        return ()
-
-    def updated(self, update: Update, story: Story) -> Iterable[Finding]:
-        attempt, ident = update.attempt, update.optimizer
-        made = self._fused.get(ident)
-        if made is None or attempt.via != "scaler":
-            return
-        if attempt.outcome == "skipped":
-            if not attempt.states:
-                self._skipped[ident] = attempt
-            return
-        del self._fused[ident]
-        skipped = self._skipped.pop(ident, None)
-        if skipped is None or not attempt.states:
-            return
-        momentum = made.options.get("momentum")
-        after = f"; the parameters' norm after it is {attempt.weights:.3g}" if attempt.weights is not None else ""
-        yield Finding(
-            rule="fused-momentum-after-skip",
-            severity="error",
-            at=made.at,
-            update=update.number,
-            message=(
-                f"the first attempt of this fused SGD (momentum {momentum:g}) was skipped: its momentum buffers were "
-                f"made and never written, and update {update.number} used what memory held{after}"
-            ),
-            evidence={"momentum": momentum, "first_applied": update.number, "weights": attempt.weights},
-            fix="fused=False, or start from a smaller init_scale, or seed state[p]['momentum_buffer'] with zeros",
         )
