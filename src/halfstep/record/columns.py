@@ -45,7 +45,7 @@ class Columns(Generic[Row]):
             self._anomalies.append((number, row))
         elif number % self._stride == 0:
             self._rows.append((number, row))
-            if len(self._rows) > self._width:
+            while len(self._rows) > self._width:
                 self._stride *= 2
                 self._rows = [r for r in self._rows if r[0] % self._stride == 0]
 
