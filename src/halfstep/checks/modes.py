@@ -129,7 +129,7 @@ class AutocastLostInThread(BaseCheck):
         elif isinstance(event, Contribution):
             lost, self._waiting = self._waiting, []
             for one in lost:
-                if one.thread != event.thread and (not one.optimizers or set(one.optimizers) & set(event.optimizers)):
+                if one.thread != event.thread and set(one.optimizers) & set(event.optimizers):
                     yield self._finding(one)
 
     @staticmethod
@@ -176,7 +176,7 @@ class AutocastWrongDevice(BaseCheck):
         match event:
             case AutocastEntered(enabled=True, dtype="float16" | "bfloat16"):
                 self._on.add(event.device)
-                self._note(event.at, event.device, event.dtype)
+                self._note(event.made_at or event.at, event.device, event.dtype)
             case SwitchedOff(what="autocast"):
                 self._note(event.at, event.device, event.dtype).switched_off = True
             case SwitchedOff(what="scaler"):
@@ -206,7 +206,7 @@ class AutocastWrongDevice(BaseCheck):
             return
         data = self._devices.most_common(1)[0][0]
         for at, asked in self._asked.items():
-            if asked.device not in self._devices:
+            if asked.device not in self._devices and (asked.switched_off or self._looked):
                 yield self._finding(at, asked, data)
                 return
 

@@ -67,6 +67,8 @@ class DtypesMet(BaseCheck):
                 self._half_parameters = True
             case FunctionFailed():
                 self._function = event
+            case Raised(type="AttributeError") if "_fwd_used_autocast" in event.message and self._function is not None:
+                yield self._unprepared(event, self._function)
             case Raised() if mismatch(event) and self._on is not None:
                 yield from self._explained(event, self._on)
             case _:
@@ -101,6 +103,20 @@ class DtypesMet(BaseCheck):
                 f'@torch.amp.custom_fwd(device_type="{on.device}") on forward and '
                 f'@torch.amp.custom_bwd(device_type="{on.device}") on backward (cast_inputs=torch.float32 for FP32)'
             ),
+        )
+
+    def _unprepared(self, event: Raised, function: FunctionFailed) -> Finding:
+        return Finding(
+            rule="custom-function-dtype",
+            severity="error",
+            at=function.at or event.at,
+            message=(
+                f"custom_bwd of {function.function} found nothing of custom_fwd on its context: forward is not wrapped "
+                f"by it, or setup_context is separate ({_short(event)})"
+            ),
+            evidence={"function": function.function, "exception": event.message[:200]},
+            phase="backward",
+            fix="wrap both, and let forward take ctx itself: @custom_fwd(...) def forward(ctx, ...)",
         )
 
     def _recomputed(self, event: Raised, function: FunctionFailed, on: AutocastEntered) -> Finding:

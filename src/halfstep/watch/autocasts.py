@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ class Autocasts:
         self._regions = itertools.count(1)
         self._open = threading.local()
         self._last: str | None = None
+        self._made: weakref.WeakKeyDictionary[Any, Place | None] = weakref.WeakKeyDictionary()
         self._threads: dict[int, list[Region]] = {}
         self.listeners: list[Callable[[Region], None]] = []  # told of every region entered
         self._told: dict[Place | None, int] = {}
@@ -73,6 +75,17 @@ class Autocasts:
         """Half dtype of the innermost region of this thread that is on, else of the last one that was entered."""
         return next((region.half for region in reversed(self.stack) if region.half), self._last)
 
+    def state(self, device: str) -> str:
+        """The half dtype this thread's autocast computes in on a device, "off" without one; inside operators too.
+
+        (There torch's own flag tells whether autocast is still to come, which it never is.)
+        """
+        for region in reversed(self.stack):
+            if region.device == device:
+                return region.half or "off"
+        on = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) in HALF
+        return name_of(torch.get_autocast_dtype(device)) if on else "off"
+
     def inside(self, device: str) -> bool:
         """Whether this thread is inside an autocast region of this device type that is on."""
         return torch.is_autocast_enabled(device)
@@ -80,6 +93,7 @@ class Autocasts:
     def _after_init(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         region = args[0]
         asked = kwargs.get("enabled", args[3] if len(args) > 3 else True)
+        self._made[region] = self._session.place()
         if asked and not region._enabled and region.fast_dtype in HALF:
             self._switched_off("autocast", str(region.device), name_of(region.fast_dtype))
 
@@ -96,6 +110,7 @@ class Autocasts:
 
     def _after_enter(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         context, stack = args[0], self.stack
+        made = self._made.get(context)
         region = Region(context, next(self._regions), _decorated(sys._getframe(1)) or self._session.place())
         stack.append(region)
         for listener in self.listeners:
@@ -111,6 +126,7 @@ class Autocasts:
             enabled=region.enabled,
             depth=len(stack),
             thread=threading.get_ident(),
+            made_at=made if made != region.at else None,
         )
 
     def _after_exit(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -108,6 +108,7 @@ class _Here(threading.local):
         self.calls: list[_Call | None] = []
         self.copies: _Copies | None = None
         self.lowered: set[int] = set()  # storages that the script itself cast to half where autocast is off
+        self.full: set[int] = set()  # sequence numbers of forward products in FP32 where autocast was off
 
 
 class Casts:
@@ -142,6 +143,8 @@ class Casts:
 
     def _after(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call = self._here.calls.pop()
+        if not self._here.calls:
+            self._here.full.clear()
         if call is None or not call.operators:
             return
         self._session.stream.emit(
@@ -190,13 +193,22 @@ class Casts:
 
     def after(self, operation: Operation) -> None:
         stack = self._autocasts.stack
-        if not stack:
-            return
         node = torch._C._current_autograd_node()
-        if node is not None:
+        if node is None:
+            if operation.name in _PRODUCTS and not (stack and stack[-1].enabled):
+                self._note_full(operation.out)
+            if len(stack) > 1 and not stack[-1].enabled:
+                self._in_off_region(operation, stack)
+        elif stack:
             self._in_backward(operation, node, stack)
-        elif len(stack) > 1 and not stack[-1].enabled:
-            self._in_off_region(operation, stack)
+
+    def _note_full(self, out: Any) -> None:
+        """A product that the script keeps in FP32, not one that torch computes so inside another operator."""
+        full = self._here.full
+        if isinstance(out, torch.Tensor) and out.dtype is torch.float32 and torch.is_grad_enabled():
+            if len(full) > _NODES:
+                full.clear()  # no backward comes
+            full.add(torch.autograd._get_sequence_nr() - 1)
 
     def _in_backward(self, operation: Operation, node: Any, stack: Sequence[Region]) -> None:
         call = self._here.calls[-1] if self._here.calls else None
@@ -218,10 +230,17 @@ class Casts:
         elif operation.name in _PRODUCTS and call.casts:
             cast = {_storage(t) for t in call.casts}
             factors = [t for t in operation.tensors() if t.is_floating_point()]
-            if factors and all(_storage(t) in cast for t in factors):
+            if factors and all(_storage(t) in cast for t in factors) and self._was_full(node):
                 call.operators += 1
                 call.operator = call.operator or operation.name
                 call.worst = call.worst or name
+
+    def _was_full(self, node: Any) -> bool:
+        """Whether the forward of this gradient operator ran in FP32 because the script wants it so."""
+        if not hasattr(node, "_forward_cls"):
+            return node._sequence_nr() in self._here.full
+        metadata: Any = getattr(node, "_input_metadata", None)
+        return bool(metadata) and metadata[0].dtype is torch.float32
 
     def _in_off_region(self, operation: Operation, stack: Sequence[Region]) -> None:
         region, out = stack[-1], operation.out

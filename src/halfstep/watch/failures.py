@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from halfstep.watch.place import is_users
 if TYPE_CHECKING:
     from halfstep.watch.session import Session
 
+_USED = "_fwd_used_autocast"  # what `custom_fwd` leaves on a context for `custom_bwd`
 _PHASES = {"forward": "forward", "backward": "backward", "vjp": "backward", "setup_context": "forward"}
 
 
@@ -34,6 +36,8 @@ class Failures:
                 found = FunctionFailed(
                     at=found.at, function=found.function, phase="backward", recomputing=True, wrapped=found.wrapped
                 )
+            if code.co_name == "decorate_bwd":
+                found = _unprepared(tb) or found
             function = _function(tb)
             if function is not None:
                 phase = _PHASES[code.co_name]
@@ -49,6 +53,17 @@ class Failures:
                 recomputing=found.recomputing,
                 wrapped=found.wrapped,
             )
+
+
+def _unprepared(tb: TracebackType) -> FunctionFailed | None:
+    """`custom_bwd` runs on a function; told, should it raise itself, at the definition of that backward."""
+    args = tb.tb_frame.f_locals.get("args") or (None,)
+    owner = getattr(args[0], "_forward_cls", None)
+    code = getattr(inspect.unwrap(owner.backward), "__code__", None) if owner is not None else None
+    if owner is None or code is None:
+        return None
+    at = Place(code.co_filename, code.co_firstlineno, code.co_qualname) if is_users(code) else None
+    return FunctionFailed(at=at, function=owner.__name__, phase="backward", wrapped=hasattr(args[0], _USED))
 
 
 def _frames(tb: TracebackType | None) -> list[TracebackType]:
@@ -69,7 +84,7 @@ def _function(tb: TracebackType) -> tuple[str, bool] | None:
     if isinstance(ctx, FunctionCtx):
         owner = getattr(ctx, "_forward_cls", None)
         name = getattr(owner, "__name__", "") or type(ctx).__name__.removesuffix("Backward")
-        return name, hasattr(ctx, "_fwd_used_autocast")
+        return name, hasattr(ctx, _USED)
     back = frame.f_back  # `forward` without ctx: called by `apply` of its class
     for _ in range(6):
         if back is None:

@@ -8,9 +8,12 @@ call inside their own: its roots are what they computed again.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +22,11 @@ from torch.utils import checkpoint as checkpoints
 
 from halfstep.events import Place, Recomputed
 from halfstep.launch import hide
-from halfstep.watch.autocasts import HALF, Autocasts, Region, name_of
+from halfstep.watch.autocasts import Autocasts, Region, name_of
 from halfstep.watch.look import Operation
 from halfstep.watch.modules import Modules
 from halfstep.watch.patches import Patches
+from halfstep.watch.place import is_users
 from halfstep.watch.samples import Sample, moved, random_states
 from halfstep.watch.stream import Late
 
@@ -31,13 +35,28 @@ if TYPE_CHECKING:
 
 _DENSE = 4  # contributions that are compared from the first on
 _TENSORS = 2048  # remembered of one forward
+_PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "convolution"))
+_PASSING = frozenset(
+    ("_to_copy", "detach", "view", "t", "alias", "clone", "transpose", "expand", "reshape", "_unsafe_view")
+)
 _OWN = ("torch._functorch", "torch._dynamo", "torch._inductor", "torch.distributed")
 
 
 class First:
     """What is known of one checkpointed forward."""
 
-    __slots__ = ("__weakref__", "at", "autocast", "by", "drew", "drew_at", "preserves", "samples", "states")
+    __slots__ = (
+        "__weakref__",
+        "at",
+        "autocast",
+        "by",
+        "drew",
+        "drew_at",
+        "operators",
+        "preserves",
+        "samples",
+        "states",
+    )
 
     def __init__(self, by: str, at: Place | None) -> None:
         self.by = by
@@ -47,6 +66,7 @@ class First:
         self.drew: tuple[str, ...] = ()
         self.drew_at: Place | None = None
         self.preserves: bool | None = None
+        self.operators: list[str] = []  # that ran in it, where they were looked at
         self.states: tuple[Any, ...] | None = random_states()
 
     def ended(self) -> None:
@@ -80,15 +100,32 @@ class Again:
 
 
 class _Backing:
-    """The backward of a custom function under way: the region it entered first, the module it called first."""
+    """The backward of a custom function under way: the region it entered first, the module it called first.
 
-    __slots__ = ("at", "depth", "first", "region")
+    ``operators``: those that ran in it with gradients enabled, where they were looked at.
+    """
+
+    __slots__ = ("at", "called", "depth", "first", "operators", "region")
 
     def __init__(self, first: First | None, depth: int) -> None:
         self.first = first
         self.depth = depth
         self.region: Region | None = None
         self.at: Place | None = None
+        self.called = False
+        self.operators: list[str] = []
+
+    def repeats(self, first: First) -> bool:
+        """Whether it ran what the forward ran: the same operators, as far as anybody looked; else a module at least.
+
+        Not every inner backward is of a recomputation: solvers differentiate one more of their own iterations.
+        """
+        if not first.operators or not self.operators:
+            return self.called
+        forward, again = first.operators, self.operators
+        if Counter(o for o in forward if o in _PRODUCTS) != Counter(o for o in again if o in _PRODUCTS):
+            return False
+        return any(forward[i : i + len(again)] == again for i in range(len(forward) - len(again) + 1))
 
 
 class _Here(threading.local):
@@ -178,13 +215,13 @@ class Recomputations:
 
     def _keep(self, first: First, tensor: torch.Tensor) -> None:
         if not first.autocast:
-            first.autocast = state(tensor.device.type)
+            first.autocast = self._autocasts.state(tensor.device.type)
         if len(first.samples) < _TENSORS:
             first.samples.append(Sample(tensor))
 
     def _compare(self, again: Again, tensor: torch.Tensor) -> None:
         if not again.autocast:
-            again.autocast = state(tensor.device.type)
+            again.autocast = self._autocasts.state(tensor.device.type)
         again.meets(tensor)
 
     # -- custom functions, torch's reentrant checkpoint among them -----------------------------------------------
@@ -227,7 +264,7 @@ class Recomputations:
             node = next((t.grad_fn for t in outputs if t.grad_fn is not None), None)
             if getattr(node, "_forward_cls", None) is not cls:
                 return
-            first.autocast = state(outputs[0].device.type)
+            first.autocast = self._autocasts.state(outputs[0].device.type)
             if first.by == "reentrant":
                 first.preserves = getattr(node, "preserve_rng_state", None)
             with self._session.look.silent(), torch.no_grad():
@@ -255,7 +292,8 @@ class Recomputations:
     def _called(self, module: Any, args: Any, kwargs: Any, at: Place | None) -> None:
         backings = self._here.backings
         if backings and backings[-1].at is None:
-            backings[-1].at = at
+            backings[-1].at = _recomputing_line() or at
+            backings[-1].called = True
 
     # -- around a backward ---------------------------------------------------------------------------------------
 
@@ -266,6 +304,8 @@ class Recomputations:
         if backing is None or backing.first is None:
             return
         first, backing.first = backing.first, None  # its first inner backward tells
+        if first.by != "reentrant" and not backing.repeats(first):
+            return
         roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs", ()))
         tensors = [roots] if isinstance(roots, torch.Tensor) else [t for t in roots if _is_plain(t)]
         again = Again(first)
@@ -277,7 +317,7 @@ class Recomputations:
         if any(s.shape != t.shape for s, t in zip(first.samples, tensors, strict=True)):
             return
         region = backing.region
-        again.autocast = state(tensors[0].device.type) if region is None else (region.half or "off")
+        again.autocast = self._autocasts.state(tensors[0].device.type) if region is None else (region.half or "off")
         with torch.no_grad():
             for tensor in tensors:
                 again.meets(tensor)
@@ -332,27 +372,42 @@ class Recomputations:
                 preserves=worst.first.preserves,
             )
 
-    # -- random numbers from a generator of the script's own -----------------------------------------------------
+    # -- operators -----------------------------------------------------------------------------------------------
 
     def before(self, operation: Operation) -> None:
-        self.after(operation)
+        pass
 
     def after(self, operation: Operation) -> None:
-        running = self._here.running
-        if not running or operation.kwargs.get("generator") is None:
-            return
-        for first in running:
-            if first.drew_at is None:
-                first.drew += ("generator",)
-                first.drew_at = operation.at
+        """What ran in first forwards and recomputations; random numbers from a generator of the script's own."""
+        here = self._here
+        if here.running:
+            own = operation.kwargs.get("generator") is not None
+            for first in here.running:
+                _note(first.operators, operation.name)
+                if own and first.drew_at is None:
+                    first.drew += ("generator",)
+                    first.drew_at = operation.at
+        elif here.backings and here.backings[-1].first is not None and torch.is_grad_enabled():
+            backing = here.backings[-1]
+            _note(backing.operators, operation.name)
+            if backing.operators and backing.at is None:
+                backing.at = _recomputing_line()
 
 
-def state(device: str) -> str:
-    """The half dtype that autocast computes in on this device now, "off" where it does not."""
-    if not torch.is_autocast_enabled(device):
-        return "off"
-    dtype = torch.get_autocast_dtype(device)
-    return name_of(dtype) if dtype in HALF else "off"
+def _note(operators: list[str], name: str) -> None:
+    if name not in _PASSING and len(operators) < _TENSORS:
+        operators.append(name)
+
+
+def _recomputing_line() -> Place | None:
+    """The line of the custom function's own backward that is running now, where it is the user's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("backward", "vjp") and is_users(code):
+            return Place(code.co_filename, frame.f_lineno, code.co_qualname)
+        frame = frame.f_back
+    return None
 
 
 def _is_plain(value: Any) -> bool:
