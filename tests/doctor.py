@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # which every optimizer imports at its first call: seconds for each fork
 
 from halfstep.events import Finding
 from halfstep.watch import Session
