@@ -163,8 +163,9 @@ class Frozen:
     def after(self, optimizer: Optimizer, ident: int, number: int) -> None:
         suspects, self._suspects = self._suspects, []
         for why in dict.fromkeys(w for _, _, w in suspects):
-            chosen = [(p, old) for p, old, w in suspects if w == why]
-            self._compare(ident, chosen, why)
+            chosen = [(p, old) for p, old, w in suspects if w == why and p.device == suspects[0][0].device]
+            if chosen:
+                self._compare(ident, chosen, why)
         for key, masked in list(self._masked.items()):
             parameter = masked.parameter()
             if parameter is None:
