@@ -12,7 +12,7 @@ from halfstep.events import Clipped, GradientsCleared, GradientsEdited, Gradient
 from halfstep.watch.ledger import Change
 from halfstep.watch.patches import Patches
 from halfstep.watch.place import line_above
-from halfstep.watch.stream import Late
+from halfstep.watch.stream import Late, on_host
 
 if TYPE_CHECKING:
     from halfstep.watch.hands import Hands
@@ -226,7 +226,7 @@ class Gradients:
         self._spread = None
         if not isinstance(tensors, (list, tuple)) or not isinstance(result, torch.Tensor) or not result.is_cpu:
             return
-        if not math.isfinite(float(result)):
+        if not math.isfinite(on_host(result)):
             bad = sum(not bool(torch.isfinite(t).all()) for t in _tensors(tensors))
             self._spread = (bad, len(tensors))
 

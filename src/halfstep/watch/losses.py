@@ -6,7 +6,10 @@ sequence number, and a value that goes to the host, or into a running total, is 
 
 from __future__ import annotations
 
+import functools
 import itertools
+import linecache
+import re
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +19,7 @@ import torch
 from halfstep.events import Division, LossRead, Place
 from halfstep.watch.look import Operation
 from halfstep.watch.patches import Patches
+from halfstep.watch.stream import on_host
 from halfstep.weigh.nodes import LOSSES, PRODUCTS, QUOTIENTS, REDUCTIONS, children, constant, name_of, shape_of
 
 if TYPE_CHECKING:
@@ -120,7 +124,8 @@ class Losses:
 
     def _emit(self, sequence: int, how: str, at: Place | None) -> None:
         number, factor = self._known[sequence]
-        self._session.stream.emit(LossRead, at=at, contribution=number, factor=factor, how=how)
+        multiplied = how == "item" and at is not None and _is_multiplied(at.file, at.line)
+        self._session.stream.emit(LossRead, at=at, contribution=number, factor=factor, how=how, multiplied=multiplied)
 
 
 def walk(node: Any) -> Chain:
@@ -139,9 +144,9 @@ def walk(node: Any) -> Chain:
             break
         if name in PRODUCTS or name in QUOTIENTS:
             number = _number(node)
-            if name in QUOTIENTS and number and inputs[0][2] == 0:
+            if name in QUOTIENTS and number is not None and inputs[0][2] == 0:
                 chain.divisors.append((number, chain.links[-1][0]))
-                factor /= number
+                factor = factor / number if number else float("nan")
             elif number is not None and name in PRODUCTS:
                 factor *= number
             else:
@@ -150,12 +155,21 @@ def walk(node: Any) -> Chain:
     return chain
 
 
+@functools.lru_cache(maxsize=1024)
+def _is_multiplied(file: str, line: int) -> bool:
+    """Whether the value read there is put right at once: `loss.item() * accumulation_steps`."""
+    return (
+        re.search(r"(item\(\)|\bfloat\(.*\))\s*\*|\*\s*[\w.]*(item\(\)|float\()", linecache.getline(file, line))
+        is not None
+    )
+
+
 def _number(node: Any) -> float | None:
     """The other operand, where it is one number that lies on the host."""
     other = constant(node)
     if not isinstance(other, torch.Tensor) or other.numel() != 1 or other.device.type != "cpu":
         return None
-    return float(other)
+    return on_host(other)
 
 
 def _keep(memory: OrderedDict[int, Any], key: int, value: Any) -> None:

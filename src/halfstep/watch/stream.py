@@ -92,6 +92,11 @@ class Stream:
             self._flushed = time.monotonic()
 
 
+def on_host(tensor: torch.Tensor) -> float:
+    """The number in a one-element tensor that lies on the host: nothing is dispatched for it, nothing waited for."""
+    return float(tensor.detach().reshape(()).tolist())
+
+
 def read(tensors: Sequence[torch.Tensor]) -> list[float]:
     """The numbers of 0-dim tensors: one transfer a device, none of torch's per-scalar reads."""
     out: list[float] = [0.0] * len(tensors)

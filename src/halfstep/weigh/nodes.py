@@ -183,4 +183,4 @@ def divisor(node: Node) -> float | None:
         return None
     if other.dim():
         return -1.0
-    return float(other) if other.device.type == "cpu" else None
+    return float(other.tolist()) if other.device.type == "cpu" else None
