@@ -9,6 +9,7 @@ wrong. What is compiled does not show its operators, so a script that compiles i
 from __future__ import annotations
 
 import threading
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 BUDGET = 12_000  # operators seen before looks are limited to updates 2^k
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _ELEMENTS = 1 << 16  # so many elements count as one operator more
+
+
+@functools.cache
+def _about(func: Any) -> tuple[str, bool]:
+    """Name and mutability of an operator overload; every lens asks, so they are kept."""
+    return str(func._schema.name).split("::")[-1], bool(func._schema.is_mutable)
 
 
 class Operation:
@@ -45,11 +52,11 @@ class Operation:
     @property
     def name(self) -> str:
         """The operator's name without overload: "mul_", "addmm"."""
-        return str(self.func._schema.name).split("::")[-1]
+        return _about(self.func)[0]
 
     @property
     def mutates(self) -> bool:
-        return bool(self.func._schema.is_mutable)
+        return _about(self.func)[1]
 
     @property
     def at(self) -> Place | None:
