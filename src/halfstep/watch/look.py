@@ -8,8 +8,8 @@ wrong. What is compiled does not show its operators, so a script that compiles i
 
 from __future__ import annotations
 
-import threading
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
