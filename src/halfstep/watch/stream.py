@@ -94,7 +94,10 @@ class Stream:
 
 def on_host(tensor: torch.Tensor) -> float:
     """The number in a one-element tensor that lies on the host: nothing is dispatched for it, nothing waited for."""
-    return float(tensor.detach().reshape(()).tolist())
+    value = tensor.tolist()
+    while isinstance(value, list):
+        value = value[0]
+    return float(value)
 
 
 def read(tensors: Sequence[torch.Tensor]) -> list[float]:
