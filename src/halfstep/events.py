@@ -237,11 +237,13 @@ class LossRead(Event):
 
     ``factor``: what the value read must be multiplied by to give the root of the backward: 0.25 where it was read
     before a division by 4. ``how``: "item", or the operator that took it (a running total, a list of losses).
+    ``multiplied``: the same line multiplies it.
     """
 
     contribution: int
     factor: float = 1.0
     how: str = "item"
+    multiplied: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from halfstep.checks.accumulation_evidence import Evidence
 from halfstep.checks.accumulation_weights import near
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.story import Story, Update
-from halfstep.events import Contribution, Event, Finding, LossRead, ModuleCalled, Share
+from halfstep.events import Contribution, Event, Finding, LossRead, ModuleCalled, Place, Share
 
 _KEPT = 256
 _FEW = 0.98  # fewer supervised than this share of the positions: some are ignored
@@ -102,7 +102,7 @@ class Supervision(BaseCheck):
             Finding(
                 rule="ignored-positions-counted",
                 severity="error" if explicit else "warning",
-                at=event.loss_at or event.at,
+                at=_divided_at(event, share.positions) or event.at,
                 message=(
                     f"the loss is divided by {share.positions} positions of which {share.supervised} are supervised: "
                     f"{ignored:.0%} of its weight sits on ignored positions, gradients are "
@@ -122,7 +122,7 @@ class Supervision(BaseCheck):
         yield Finding(
             rule="no-supervised-elements",
             severity="error",
-            at=event.loss_at or event.at,
+            at=_divided_at(event, 0.0) or event.at,
             update=update.number,
             message=(
                 f"micro-batch {event.number} has no supervised element among {share.positions}: its {share.loss} loss "
@@ -194,8 +194,9 @@ class _Log:
             self.scale = scale
         elif len(reads) == 1 and len(live) > 1:
             self.size = len(live)
-            self.divided += near(total * len(live), 1.0, 0.02)
-            self.alone += near(total, 1.0, 0.02)
+            divided = near(total * len(live), 1.0, 0.02)
+            self.divided += divided and not read.multiplied
+            self.alone += near(total, 1.0, 0.02) or (divided and read.multiplied)
 
     def finding(self) -> Iterator[Finding]:
         size, said = self.size, "the value read here "
@@ -216,6 +217,11 @@ class _Log:
             evidence={"scale": self.scale if self.scaled else None, "micro_batches": self.size},
             fix="log the mean over the group: add loss.detach() of every micro-batch, undivided and unscaled",
         )
+
+
+def _divided_at(event: Contribution, by: float) -> Place | None:
+    """Where the whole loss was divided by this number, else where it was reduced."""
+    return next((d.at for d in event.divisions if d.by == by and d.at is not None), event.loss_at)
 
 
 def _nothing(share: Share) -> bool:

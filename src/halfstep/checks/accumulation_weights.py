@@ -23,10 +23,14 @@ _SQUARES = frozenset({"mse", "elementwise", "smooth_l1", "huber", "l1"})
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """What one contribution gives to one term: ``total`` coefficient over ``elements`` supervised elements."""
+    """What one contribution gives to one term: ``total`` coefficient over ``elements`` supervised elements.
+
+    ``mass``: the sum of their class weights, without any their number.
+    """
 
     total: float
     elements: float
+    mass: float
     share: Share
     contribution: Contribution
 
@@ -62,11 +66,18 @@ class Term:
 
     @property
     def deviation(self) -> float:
-        """The largest relative distance of an element's coefficient from the group's own mean coefficient."""
-        mean = self.total / self.elements if self.elements else math.nan
-        if not mean:
+        """The largest relative distance of an element's coefficient from the group's own mean coefficient.
+
+        Elements are counted as such or by their class weights, whichever the script is nearer to.
+        """
+        counts = ([w.elements for w in self.weights], [w.mass for w in self.weights])
+        return min(self._distance(each) for each in counts)
+
+    def _distance(self, counts: list[float]) -> float:
+        mean = self.total / math.fsum(counts) if all(counts) else math.nan
+        if not mean or math.isnan(mean):
             return math.nan
-        return max(abs(w.each / mean - 1) for w in self.weights)
+        return max(abs(w.total / n / mean - 1) for w, n in zip(self.weights, counts, strict=True))
 
     @property
     def uneven_inside(self) -> bool:
@@ -175,13 +186,13 @@ def terms(contributions: Sequence[Contribution], divided_by: float | None = None
             term = found.setdefault((share.loss, ordinal), Term(share.loss, ordinal))
             if contribution.dtype in ("float16", "bfloat16"):
                 term.close = CLOSE_HALF
-            elements = share.weight_sum if share.weight_sum is not None else share.supervised
-            if elements is None or not math.isfinite(share.total) or not math.isfinite(scale) or scale == 0:
+            count, total = math.nan, math.nan
+            if share.supervised is None or not math.isfinite(share.total) or not math.isfinite(scale) or scale == 0:
                 term.known = False
-                elements, total = math.nan, math.nan
             else:
-                total = share.total * factor / scale
-            term.weights.append(Weight(total, float(elements), share, contribution))
+                count, total = float(share.supervised), share.total * factor / scale
+            mass = count if share.weight_sum is None else share.weight_sum
+            term.weights.append(Weight(total, count, mass, share, contribution))
     return [t for t in found.values() if len(t.weights) == len(contributions)]
 
 
