@@ -89,8 +89,8 @@ class Averages(BaseCheck):
                 yield self._stands(average, event)
 
     def _too_often(self, average: _Average, event: AverageUpdated, when: str, times: int) -> Finding:
-        moved = max(average.updates - times, 1)
-        often = average.updates / moved
+        first = average.micro >= _SURE  # it came before the first update of the weights
+        often = average.updates / max(average.updates - times - first, 1)
         decay = ""
         if event.decay is not None and 0 < event.decay < 1:
             decay = f"; its decay of {event.decay:g} acts as {event.decay**often:.3g} an update"
