@@ -13,6 +13,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 demo: $(VENV)/.ready
 	OMP_NUM_THREADS=2 $(BIN)/python examples/segmentation.py
+	HF_HUB_OFFLINE=1 $(BIN)/python examples/demonstration.py
 
 test: $(VENV)/.ready check
 	$(BIN)/python -m pytest -n 2 tests
