@@ -83,7 +83,8 @@ class Frozen:
         self._cleared: dict[int, int] = {}  # id(parameter) -> version of its gradient after zero_grad
         self._idle: dict[int, int] = {}  # id(parameter) -> attempts without a contribution
         self._times: dict[tuple[int, str], int] = {}  # how often suspects were compared
-        self._suspects: list[tuple[torch.Tensor, torch.Tensor, str]] = []
+        self._kept: dict[int, tuple[int, int]] = {}  # id(frozen parameter) -> its gradient at the last attempt
+        self._suspects: list[tuple[torch.Tensor, torch.Tensor, str, torch.Tensor | None]] = []
         self._masked: dict[int, _Masked] = {}
         self._made: OrderedDict[int, tuple[Place | None, _Region, int]] = OrderedDict()  # by address
         self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Place | None, str]] = {}
@@ -129,10 +130,10 @@ class Frozen:
                 grad = parameter.grad
                 if grad is None or grad.is_sparse:
                     continue
-                if not parameter.requires_grad:
-                    self._suspect(parameter, "requires_grad is False")
-                    continue
                 key = id(parameter)
+                if not parameter.requires_grad:
+                    self._suspect_frozen(parameter, grad)
+                    continue
                 if self._cleared and self._cleared.get(key) == grad._version:
                     idle = self._idle[key] = self._idle.get(key, 0) + 1
                     if idle >= _IDLE:
@@ -145,9 +146,18 @@ class Frozen:
                 if self._masked and key in self._masked:
                     self._note(self._masked[key], parameter, grad, micro)
 
-    def _suspect(self, parameter: torch.Tensor, why: str) -> None:
+    def _suspect_frozen(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        """Frozen, unless a contribution of this very group reached it before ``requires_grad`` was set to False."""
+        key, now = id(parameter), (id(grad), grad._version)
+        idle = self._cleared.get(key) == grad._version or self._kept.get(key) == now
+        self._kept[key] = now
+        with torch.no_grad():
+            untouched = None if idle else grad.abs().amax() == 0
+        self._suspect(parameter, "requires_grad is False", untouched)
+
+    def _suspect(self, parameter: torch.Tensor, why: str, only_if: torch.Tensor | None = None) -> None:
         if len(self._suspects) < _MOST:
-            self._suspects.append((parameter, _pick(parameter).clone(), why))
+            self._suspects.append((parameter, _pick(parameter).clone(), why, only_if))
 
     def _note(self, masked: _Masked, parameter: torch.Tensor, grad: torch.Tensor, micro: int) -> None:
         if masked.micro != micro and self._session.look.is_open:
@@ -162,8 +172,8 @@ class Frozen:
 
     def after(self, optimizer: Optimizer, ident: int, number: int) -> None:
         suspects, self._suspects = self._suspects, []
-        for why in dict.fromkeys(w for _, _, w in suspects):
-            chosen = [(p, old) for p, old, w in suspects if w == why and p.device == suspects[0][0].device]
+        for why in dict.fromkeys(w for _, _, w, _ in suspects):
+            chosen = [(p, old, z) for p, old, w, z in suspects if w == why and p.device == suspects[0][0].device]
             if chosen:
                 self._compare(ident, chosen, why)
         for key, masked in list(self._masked.items()):
@@ -173,13 +183,16 @@ class Frozen:
             elif masked.attempts >= _SURE and masked.attempts & (masked.attempts + 1) == 0:
                 self._compare_masked(ident, parameter, masked)
 
-    def _compare(self, ident: int, chosen: list[tuple[torch.Tensor, torch.Tensor]], why: str) -> None:
-        idle = max([1, *(self._idle.get(id(p), 0) for p, _ in chosen)])
+    def _compare(
+        self, ident: int, chosen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]], why: str
+    ) -> None:
+        idle = max([1, *(self._idle.get(id(p), 0) for p, _, _ in chosen)])
         times = self._times[(ident, why)] = self._times.get((ident, why), 0) + 1
         if times & (times - 1) and idle % _IDLE:
             return
         with torch.no_grad():
-            changes = torch.stack([(_pick(p) - old).abs().amax().float() for p, old in chosen if old.numel()])
+            moves = [((_pick(p) - old).abs().amax().float(), only_if) for p, old, only_if in chosen if old.numel()]
+            changes = torch.stack([move if only_if is None else move * only_if for move, only_if in moves])
         at = self._session.place()
         if why == "requires_grad is False":
             at = only_line(at, freezes)
