@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 HALF = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _MOVES = frozenset(("_to_copy", "copy_", "detach", "view", "t", "clone", "alias", "lift_fresh", "empty", "zeros_like"))
+_ASKED = 16  # attempts whose parameters are looked through, then one in so many
 
 
 class Halves:
@@ -26,6 +27,7 @@ class Halves:
         self._session = session
         self._origins: dict[int, tuple[weakref.ref[Any], Place | None, str]] = {}  # id(parameter) -> it, where, name
         self._told: set[int] = set()
+        self._asked: Counter[int] = Counter()
         self._counts: Counter[str] = Counter()
 
     def install(self, patches: Patches) -> None:
@@ -63,7 +65,8 @@ class Halves:
     def about_to_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Tell, once an optimizer, that parameters with a gradient are half (called before its first updates)."""
         ident = self._session.ledger.ident(optimizer)
-        if ident in self._told:
+        self._asked[ident] += 1
+        if ident in self._told or (self._asked[ident] > _ASKED and self._asked[ident] % _ASKED):
             return
         half = [p for g in optimizer.param_groups for p in g["params"] if p.dtype in HALF and p.grad is not None]
         if not half:
