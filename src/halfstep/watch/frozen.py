@@ -19,6 +19,7 @@ from halfstep.watch.look import Operation
 from halfstep.watch.modules import Modules
 from halfstep.watch.parameters import Parameters
 from halfstep.watch.patches import Patches
+from halfstep.watch.regions import ZEROING, Region, region
 from halfstep.watch.sources import freezes, only_line
 from halfstep.watch.stream import Late
 
@@ -33,29 +34,6 @@ _IDLE = 8  # attempts without a contribution after which a parameter counts as m
 _SURE = 3  # attempts with a gradient zeroed by hand
 _SAMPLE = 1 << 14
 _MOST = 16  # parameters looked at in an attempt
-_ZEROING = {"zero_", "fill_", "mul_", "mul", "masked_fill_", "masked_fill", "index_put_", "index_fill_", "zeros_like"}
-_KEYS = 1 << 20  # elements of a mask that is remembered
-
-
-class _Region:
-    """What part of a gradient an operator zeroes: all of it or a view, or where a mask or an index says."""
-
-    __slots__ = ("keys", "view")
-
-    def __init__(self, view: tuple[Any, ...], keys: list[torch.Tensor]) -> None:
-        self.view = view
-        self.keys = keys
-
-    def differs(self, other: _Region) -> bool | torch.Tensor:
-        """Whether another update's region is another one; may be a value still on its device."""
-        if self.view != other.view or [k.shape for k in self.keys] != [k.shape for k in other.keys]:
-            return True
-        if not self.keys:
-            return False
-        return torch.stack([(a != b).any() for a, b in zip(self.keys, other.keys, strict=True)]).any()
-
-    def kept(self) -> _Region:
-        return _Region(self.view, [k.detach().clone() for k in self.keys])
 
 
 @dataclass(slots=True)
@@ -64,7 +42,7 @@ class _Masked:
 
     parameter: weakref.ref[torch.Tensor]
     at: Place | None
-    region: _Region
+    region: Region
     micro: int  # contributions begun when it was zeroed last
     attempts: int = 0
     changed: bool | torch.Tensor = False
@@ -83,10 +61,10 @@ class Frozen:
         self._cleared: dict[int, int] = {}  # id(parameter) -> version of its gradient after zero_grad
         self._idle: dict[int, int] = {}  # id(parameter) -> attempts without a contribution
         self._times: dict[tuple[int, str], int] = {}  # how often suspects were compared
-        self._kept: dict[int, tuple[int, int]] = {}  # id(frozen parameter) -> its gradient at the last attempt
+        self._kept: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}  # id(frozen) -> gradient at the last attempt
         self._suspects: list[tuple[torch.Tensor, torch.Tensor, str, torch.Tensor | None]] = []
         self._masked: dict[int, _Masked] = {}
-        self._made: OrderedDict[int, tuple[Place | None, _Region, int]] = OrderedDict()  # by address
+        self._made: OrderedDict[int, tuple[Place | None, Region, int]] = OrderedDict()  # by address
         self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Place | None, str]] = {}
         self._owners: dict[int, torch.Tensor] = {}
         self._owners_of = -1
@@ -148,9 +126,10 @@ class Frozen:
 
     def _suspect_frozen(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """Frozen, unless a contribution of this very group reached it before ``requires_grad`` was set to False."""
-        key, now = id(parameter), (id(grad), grad._version)
-        idle = self._cleared.get(key) == grad._version or self._kept.get(key) == now
-        self._kept[key] = now
+        key, kept = id(parameter), self._kept.get(id(parameter))
+        same = kept is not None and kept[0]() is grad and kept[1] == grad._version
+        idle = self._cleared.get(key) == grad._version or same
+        self._kept[key] = (weakref.ref(grad), grad._version)
         with torch.no_grad():
             untouched = None if idle else grad.abs().amax() == 0
         self._suspect(parameter, "requires_grad is False", untouched)
@@ -165,7 +144,7 @@ class Frozen:
             return
         zero = _pick(grad) == 0
         if masked.start is None or masked.zero is None:
-            masked.start, masked.zero = _pick(parameter).clone(), zero
+            masked.start, masked.zero = _pick(parameter).clone(), zero & _pick(masked.region.inside(grad))
         else:
             masked.zero &= zero
         masked.attempts += 1
@@ -228,39 +207,39 @@ class Frozen:
     # -- zeroed by hand ------------------------------------------------------------------------------------------
 
     def saw(self, operation: Operation) -> None:
-        if operation.name not in _ZEROING or self._parameters.updating or self._gradients.busy:
+        if operation.name not in ZEROING or self._parameters.updating or self._gradients.busy:
             return
         if operation.backward and not self._hooks:
             return
-        region = _region(operation)
-        if region is None:
+        zeroed = region(operation)
+        if zeroed is None:
             return
         if operation.backward:
-            self._in_hook(operation, region)
-        elif operation.mutates:
-            owner = self._owner(operation.args[0])
-            if owner is not None:
-                self._zeroed(owner, operation.at, region)
-        elif isinstance(operation.out, torch.Tensor):
-            self._made[operation.out.data_ptr()] = (operation.at, region.kept(), self._session.stream.micro)
+            self._in_hook(operation, zeroed)
+            return
+        owner = None if operation.name == "zeros_like" else self._owner(operation.args[0])
+        if operation.mutates and owner is not None:
+            self._zeroed(owner, operation.at, zeroed)
+        elif isinstance(operation.out, torch.Tensor) and (owner is not None or operation.name == "zeros_like"):
+            self._made[operation.out.data_ptr()] = (operation.at, zeroed.kept(), self._session.stream.micro)
             while len(self._made) > 2 * _MOST:
                 self._made.popitem(last=False)
 
-    def _zeroed(self, parameter: torch.Tensor, at: Place | None, region: _Region) -> None:
+    def _zeroed(self, parameter: torch.Tensor, at: Place | None, zeroed: Region) -> None:
         micro = self._session.stream.micro
         known = self._masked.get(id(parameter))
         if known is None or known.parameter() is not parameter:
             if len(self._masked) < _MOST:
-                self._masked[id(parameter)] = _Masked(weakref.ref(parameter), at, region.kept(), micro)
+                self._masked[id(parameter)] = _Masked(weakref.ref(parameter), at, zeroed.kept(), micro)
             return
         known.micro = micro
-        differs = known.region.differs(region)
+        differs = known.region.differs(zeroed)
         if isinstance(differs, torch.Tensor) and isinstance(known.changed, torch.Tensor):
             known.changed = known.changed | differs
         elif known.changed is not True and differs is not False:
             known.changed = differs
 
-    def _in_hook(self, operation: Operation, region: _Region) -> None:
+    def _in_hook(self, operation: Operation, zeroed: Region) -> None:
         """A mask applied inside a hook that the script put on a parameter of this shape."""
         at, out = operation.at, operation.out
         for ref, line, code in self._hooks.values():
@@ -268,7 +247,7 @@ class Frozen:
             if at is None or parameter is None or at.function != code or not isinstance(out, torch.Tensor):
                 continue
             if parameter.shape == out.shape and parameter.requires_grad:
-                self._zeroed(parameter, line, region)
+                self._zeroed(parameter, line, zeroed)
 
     def _owner(self, grad: Any) -> torch.Tensor | None:
         """The parameter in whose gradient's storage this tensor lies."""
@@ -296,37 +275,6 @@ class _Lens:
 
     def after(self, operation: Operation) -> None:
         self._frozen.saw(operation)
-
-
-def _region(operation: Operation) -> _Region | None:
-    """The part of its first argument that this operator sets to zero; None where it does not."""
-    args = operation.args
-    target = args[0] if args else None
-    if not isinstance(target, torch.Tensor):
-        return None
-    view = (target.storage_offset() if operation.mutates else 0, tuple(target.shape))
-    name = operation.name
-    if name in ("zero_", "zeros_like"):
-        return _Region(view, [])
-    if name in ("mul_", "mul"):
-        by = args[1]
-        if isinstance(by, (int, float)):
-            return _Region(view, []) if by == 0 else None
-        mask = isinstance(by, torch.Tensor) and by.ndim > 0 and not by.requires_grad and by.numel() <= _KEYS
-        return _Region(view, [by]) if mask else None
-    if name == "index_put_":
-        value = args[2] if len(args) > 2 else None
-        keys = [k for k in args[1] if isinstance(k, torch.Tensor)]
-        few = sum(k.numel() for k in keys) <= _KEYS
-        return _Region(view, keys) if few and _is_zero(value) else None
-    keys = [a for a in args[1:-1] if isinstance(a, torch.Tensor) and a.numel() <= _KEYS]
-    return _Region(view, keys) if _is_zero(args[-1]) else None
-
-
-def _is_zero(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and value.device.type == "cpu" and float(value) == 0.0
-    return isinstance(value, (int, float)) and value == 0
 
 
 def _pick(tensor: torch.Tensor) -> torch.Tensor:
