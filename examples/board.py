@@ -90,14 +90,14 @@ class Board:
 
 
 def _row(training: Training) -> list[str]:
-    update, policy = training.last, training.manager
+    update, manager = training.last, training.manager
     if update is None:
         return ["–"] * len(_COLUMNS)
     return [
-        training.precision,
+        manager.precision.name,
         str(update.applied_updates),
         str(update.attempted_updates - update.applied_updates),
-        f"{policy.loss_scale:g}" if training.precision == "fp16" else "none",
+        f"{manager.loss_scale:g}" if manager.scaler.is_enabled() else "none",
         f"{update.loss:.4f}",
         f"{update.grad_norm:.3f}",
         f"{training.examples_per_second:.0f}",

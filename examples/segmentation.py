@@ -5,8 +5,8 @@
 
 Both runs start from the same weights and see the same micro-batches in the same order; they are advanced in turn,
 one update each, so that what is said about their speed was measured on the same machine at the same time. The loop
-that matters is ``Training.updates``: twelve lines, and every update is the gradient of the mean over all supervised
-pixels of its group, whatever the sizes of the scenes and however short the last group of an epoch is.
+that matters is ``Training.updates``: every update is the gradient of the mean over all supervised pixels of its group,
+whatever the sizes of the scenes and however short the last group of an epoch is.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ class Training:
         order = torch.Generator().manual_seed(seed)  # of its own: both runs see the same micro-batches
         self.loader = DataLoader(data, MICRO_BATCH, shuffle=True, generator=order, collate_fn=_collate)
         self._updates = self.updates()
-        self.precision = precision
         self.last: Update | None = None
         self.iou = float("nan")
         self.rates: list[float] = []  # examples per second, of each update
@@ -190,7 +189,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
         help="auto: bf16 where the device computes it natively, else fp16 with a loss scale (default). "
         "fp32 runs alone. fp16 on a CPU is emulated there, about thirty times slower",
     )
-    parser.add_argument("--updates", type=int, help="updates of each run (default: 128; 8 with --quick)")
+    parser.add_argument("--updates", type=int, help="updates of each run (default: 160; 8 with --quick)")
     parser.add_argument("--seed", type=int, default=0, help="of scenes, weights and order (default: %(default)s)")
     parser.add_argument(
         "--json", type=Path, default=Path("out/segmentation.json"), help="where the records go (default: %(default)s)"
@@ -198,7 +197,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a few scenes, a thin network, seconds: does it run?")
     chosen = parser.parse_args(arguments)
     if chosen.updates is None:
-        chosen.updates = 8 if chosen.quick else 128
+        chosen.updates = 8 if chosen.quick else 160
     if chosen.updates < 1:
         parser.error(f"--updates {chosen.updates}: at least 1")
     return chosen
@@ -209,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = perf_counter()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = accelerator or torch.device("cpu")
-    count, held_out, width, every = (76, 24, 8, 4) if chosen.quick else (1514, 200, 32, 16)
+    count, held_out, width, every = (76, 24, 8, 4) if chosen.quick else (1514, 200, 32, 32)
     updates = chosen.updates
     data = TensorDataset(*(t.to(device) for t in scenes(count, seed=chosen.seed)))
     images, labels = (t.to(device) for t in scenes(held_out, validation=True, seed=chosen.seed))
