@@ -147,11 +147,12 @@ class Rounding:
                 sample.rounding = "stochastic"
             if number == 1 or (number >= _FIRST and number & (number - 1) == 0):
                 self._emit(ident, sample, number)
-        if ident not in self._moments:
+        moments = self._moments.get(ident)
+        if moments:
+            self._follow(ident, optimizer, number)
+        elif moments is None or number & (number - 1) == 0:  # a script may cast its state later on
             self._moments[ident] = _second_moments(optimizer)
             self._optimizers[ident] = weakref.ref(optimizer)
-        elif self._moments[ident]:
-            self._follow(ident, optimizer, number)
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
