@@ -183,10 +183,14 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The whole loss divided by a number, between its reduction and the root; ``at``: where, once it was looked at."""
+    """The whole loss divided by a number, between its reduction and the root; ``at``: where, once it was looked at.
+
+    ``multiplied``: by the inverse, in truth.
+    """
 
     by: float
     at: Place | None = None
+    multiplied: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,6 +319,15 @@ class Clipped(Event):
     by_hand: bool = False
     nonfinite: int | None = None
     tensors: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalfSums(Event):
+    """So many contributions were added up in half-precision gradients that no optimizer owns."""
+
+    dtype: str
+    parameters: int
+    contributions: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from halfstep.events import (
     GradientsCleared,
     GradientsEdited,
     GradientsRead,
+    HalfSums,
     HalfUpdate,
     ModuleCalled,
     ParametersChanged,
@@ -111,9 +112,10 @@ class Accumulation(BaseCheck):
                     self._group(ident).nonfinite = event.at or Place("", 0)
             case Unscaled(found_inf=True, in_step=False):
                 self._group(event.optimizer).nonfinite = event.at or Place("", 0)
+            case HalfSums():
+                yield _summed(event.dtype, event.parameters, event.contributions, event.at, None)
             case _:
                 pass
-        return ()
 
     def _cleared(self, event: GradientsCleared | GradientsEdited, story: Story) -> None:
         for ident, count in event.optimizers.items():
@@ -309,20 +311,22 @@ class Accumulation(BaseCheck):
         if size < _MANY // 2 or not half:
             return
         kind, tensors = max(half.items(), key=lambda entry: entry[1])
-        habit.half.add(
-            Finding(
-                rule="half-gradient-accumulation",
-                severity="warning" if size >= _MANY else "info",
-                at=update.live[-1].at,
-                update=update.number,
-                message=(
-                    f"gradients of {tensors} parameters are summed in {kind} over {size} contributions: late ones are "
-                    "rounded away against the sum so far"
-                ),
-                evidence={"dtype": kind, "parameters": tensors, "contributions": size},
-                fix="keep parameters in float32 under autocast, or add each micro-batch's gradients to float32 buffers",
-            )
-        )
+        habit.half.add(_summed(kind, tensors, size, update.live[-1].at, update.number))
+
+
+def _summed(kind: str, tensors: int, size: int, at: Place | None, number: int | None) -> Finding:
+    return Finding(
+        rule="half-gradient-accumulation",
+        severity="warning" if size >= _MANY else "info",
+        at=at,
+        update=number,
+        message=(
+            f"gradients of {tensors} parameters are summed in {kind} over {size} contributions: late ones are rounded "
+            "away against the sum so far"
+        ),
+        evidence={"dtype": kind, "parameters": tensors, "contributions": size},
+        fix="keep parameters in float32 under autocast, or add each micro-batch's gradients to float32 buffers",
+    )
 
 
 def _is_nan(contribution: Contribution) -> bool:

@@ -21,6 +21,7 @@ from halfstep.events import (
     Finding,
     GradientsEdited,
     GradientsTaken,
+    GroupMade,
     ModuleCalled,
     ModuleSeen,
 )
@@ -50,6 +51,7 @@ class Denominators(BaseCheck):
         self._judged: dict[int, int] = {}  # route -> last contribution judged
         self._habits: dict[tuple[int, int], _Habit] = {}
         self._attempted: dict[int, set[int]] = {}  # optimizer -> routes of its updates
+        self._ranks = 1
 
     # -- what came before each contribution ----------------------------------------------------------------------
 
@@ -63,6 +65,8 @@ class Denominators(BaseCheck):
                     self._carried |= event.carried
             case GradientsTaken(create_graph=True):
                 self._taken = True
+            case GroupMade():
+                self._ranks = event.world_size
             case Contribution():
                 self._origin[event.number] = (self._forwards, self._carried, self._taken or event.create_graph)
                 self._order.append(event.number)
@@ -87,6 +91,8 @@ class Denominators(BaseCheck):
             if self._judged.get(strand.last.route) == strand.last.number:
                 continue  # a second optimizer on the same contributions
             self._judged[strand.last.route] = strand.last.number
+            if self._ranks > 1 and _is_share_of_ranks(strand, self._ranks):
+                continue  # whether that is right, only all ranks together show
             habit = self._habits.setdefault((update.optimizer, strand.last.route), _Habit(update.optimizer))
             yield from habit.judge(update, strand, alone=len(found) == 1, plain=self._is_plain(strand, update))
 
@@ -196,7 +202,8 @@ class _Habit:
         by_size = [d for d in divisions if near(d.by, size)]
         edits = [e for e in update.between if isinstance(e, GradientsEdited) and near(e.factor or 0.0, 1 / size)]
         ragged = not even([w.elements for w in main.weights], 0.02) and even([w.each for w in main.weights], 0.01)
-        if len(by_size) + len(edits) > 1 and not (size == 2 and main.is_square):
+        plain = [d for d in by_size if not d.multiplied or size > 2]  # 0.5 is a weight as well
+        if len(plain) + len(edits) > 1 and not (size == 2 and main.is_square):
             place = edits[0].at if edits else by_size[-1].at
         elif by_size and ragged:
             place = by_size[-1].at
@@ -313,9 +320,15 @@ class _Habit:
     def _single(self, update: Update, strand: Strand, main: Term, parts: int | None, alone: bool) -> None:
         """Every contribution stepped at once, though its loss was divided for a group."""
         self._stepped.chance()
-        if strand.size != 1 or parts is None or parts < 2 or not alone or len(strand.terms) != 1 or self._whole:
+        if strand.size != 1 or parts is None or parts < 2 or not alone or self._whole:
             return
-        if not any(near(d.by, parts) for d in strand.last.divisions) or (parts == 2 and main.is_square):
+        if not any(near(d.by, parts) and not d.multiplied for d in strand.last.divisions):
+            return
+        if len(strand.terms) == 1:
+            weighed = parts == 2 and main.is_square  # half a square
+        else:
+            weighed = parts == 2 or near(sum(t.total for t in strand.terms), 1.0, 0.02)  # a mean over terms
+        if weighed:
             return
         self._singles += 1
         self._stepped.add(
@@ -336,6 +349,14 @@ class _Habit:
 
 def _all_whole(strand: Strand) -> bool:
     return all(t.known for t in strand.terms)
+
+
+def _is_share_of_ranks(strand: Strand, ranks: int) -> bool:
+    """Whether the group's loss was divided by the number of ranks."""
+    main = strand.main
+    if main is None or not near(main.total * ranks, 1.0, main.close):
+        return False
+    return any(near(d.by, ranks) or near(d.by, ranks * strand.size) for d in _common(strand))
 
 
 def _common(strand: Strand) -> list[Division]:

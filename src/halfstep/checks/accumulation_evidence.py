@@ -13,7 +13,6 @@ from halfstep.events import Finding
 class _Case:
     first: Finding
     count: int = 0
-    told: int = 0
 
 
 class Evidence:
@@ -21,6 +20,7 @@ class Evidence:
 
     `firm` gives the finding once it was seen ``least`` times and in ``share`` of the chances, with its count, and
     every later occurrence after that; `rest` is for the end of the run, where one occurrence may be all there is.
+    One cause is told at one line: the one where it was seen most. ``weight``: the evidence that says how grave it was.
     """
 
     def __init__(self, least: int = 3, share: float = 0.5, weight: str | None = None) -> None:
@@ -28,6 +28,8 @@ class Evidence:
         self._share = share
         self._weight = weight
         self._cases: dict[tuple[object, ...], _Case] = {}
+        self._case: _Case | None = None  # the one that is told
+        self._told = 0
         self.chances = 0
         self.seen = 0
 
@@ -56,10 +58,11 @@ class Evidence:
             yield from self._tell()
 
     def _tell(self) -> Iterator[Finding]:
-        for case in self._cases.values():
-            if case.count > case.told:
-                yield dataclasses.replace(case.first, count=case.count - case.told)
-                case.told = case.count
+        if self._told == self.seen:
+            return
+        self._case = self._case or max(self._cases.values(), key=lambda case: case.count)
+        yield dataclasses.replace(self._case.first, count=self.seen - self._told)
+        self._told = self.seen
 
 
 def _value(finding: Finding, name: str) -> float:

@@ -36,7 +36,7 @@ class Chain:
     """The nodes of one number from a root down: (sequence number, factor from its value to the root's)."""
 
     links: list[tuple[int, float]] = field(default_factory=list)
-    divisors: list[tuple[float, int]] = field(default_factory=list)
+    divisors: list[tuple[float, int, bool]] = field(default_factory=list)  # number, sequence number, by its inverse
     reduction: int | None = None
 
 
@@ -71,14 +71,14 @@ class Losses:
                 del self._reads[key]
                 self._emit(sequence, how, at)
         loss_at = None if chain.reduction is None else self._lines.get(chain.reduction)
-        places = tuple(self._lines.get(sequence) for _, sequence in chain.divisors)
+        places = tuple(self._lines.get(sequence) for _, sequence, _ in chain.divisors)
         old = self._seen.get(route)
         if old is not None and len(old[1]) == len(places):  # not looked at this time: the same route, the same lines
             loss_at = loss_at or old[0]
             places = tuple(new or known for new, known in zip(places, old[1], strict=True))
         _keep(self._seen, route, (loss_at, places))
         pairs = zip(chain.divisors, places, strict=True)
-        return loss_at, tuple(Division(by, place) for (by, _), place in pairs)
+        return loss_at, tuple(Division(by, place, inverse) for (by, _, inverse), place in pairs)
 
     # -- the lens ------------------------------------------------------------------------------------------------
 
@@ -145,9 +145,11 @@ def walk(node: Any) -> Chain:
         if name in PRODUCTS or name in QUOTIENTS:
             number = _number(node)
             if name in QUOTIENTS and number is not None and inputs[0][2] == 0:
-                chain.divisors.append((number, chain.links[-1][0]))
+                chain.divisors.append((number, chain.links[-1][0], False))
                 factor = factor / number if number else float("nan")
             elif number is not None and name in PRODUCTS:
+                if 0 < number < 1 and abs(round(1 / number) - 1 / number) < 1e-6:
+                    chain.divisors.append((float(round(1 / number)), chain.links[-1][0], True))
                 factor *= number
             else:
                 factor = float("nan")

@@ -36,8 +36,11 @@ class Modules:
         self._renewed = -1  # contributions begun when batch statistics were reset last
         self._facts: dict[int, tuple[int, tuple[int, ...]]] = {}  # root -> optimizers known, those that own of it
         self._inputs: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._outputs: dict[int, list[weakref.ref[Any]]] = {}  # root -> storages it returned last
         self.roots: dict[int, weakref.ref[torch.nn.Module]] = {}
         self.entries: list[Callable[[torch.nn.Module, Any, Any, Place | None], None]] = []  # told of each root's call
+        self.exits: list[Callable[[torch.nn.Module, Any], None]] = []  # and of what it returned
+        self.inner: dict[type, Callable[[torch.nn.Module], None]] = {}  # told of calls by other modules, by class
 
     def install(self, patches: Patches) -> None:
         original = torch.nn.Module.__call__
@@ -46,6 +49,8 @@ class Modules:
         @functools.wraps(original)
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not patches.live or getattr(local, "inside", False):
+                if type(module) in self.inner and patches.live and not torch.compiler.is_compiling():
+                    self._called_inside(module)
                 return original(module, *args, **kwargs)
             local.inside = True
             try:
@@ -54,9 +59,15 @@ class Modules:
             except Exception as error:
                 self._session.fault("module call", error)
             try:
-                return original(module, *args, **kwargs)
+                result = original(module, *args, **kwargs)
             finally:
                 local.inside = False
+            try:
+                with self._session.look.silent():
+                    self._returned(module, result)
+            except Exception as error:
+                self._session.fault("module return", error)
+            return result
 
         hide(call)
         patches.replace(torch.nn.Module, "__call__", call)
@@ -71,6 +82,8 @@ class Modules:
         if not self._setting:
             self._setting_at = self._session.place()
         self._setting += 1
+        if len(self._modes) > _MODES:
+            self._modes = {key: known for key, known in self._modes.items() if known[0]() is not None}
         self._modes[id(args[0])] = (weakref.ref(args[0]), self._setting_at)
 
     def _after_mode(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -128,10 +141,33 @@ class Modules:
             examples=int(first.shape[0]) if first is not None and first.ndim else None,
             optimizers=self._owners(module, ident),
             thread=threading.get_ident(),
+            carried=self._is_carried(ident, args, kwargs),
             mode_at=mode[1] if mode is not None and mode[0]() is module else None,
             repeated=first is not None and before is not None and before() is first,
             own=self._renewing > 0 or self._renewed == self._session.stream.micro,
         )
+
+    def _called_inside(self, module: torch.nn.Module) -> None:
+        try:
+            with self._session.look.silent():
+                self.inner[type(module)](module)
+        except Exception as error:
+            self._session.fault("inner module call", error)
+
+    def _returned(self, module: torch.nn.Module, result: Any) -> None:
+        for leave in self.exits:
+            leave(module, result)
+        if torch.is_grad_enabled():
+            ident = self._session.ident("module", module)
+            self._outputs[ident] = [weakref.ref(t.untyped_storage()) for t in plain_tensors(result)]
+
+    def _is_carried(self, ident: int, args: Any, kwargs: Any) -> bool:
+        """Whether it is given what it returned the last time, detached or not: the state of a recurrence."""
+        before = [storage for ref in self._outputs.get(ident, ()) if (storage := ref()) is not None]
+        if not before:
+            return False
+        given = [t.untyped_storage() for t in plain_tensors((*args, *kwargs.values()))]
+        return any(new is old for new in given for old in before)
 
     def owners(self, module: torch.nn.Module) -> tuple[int, ...]:
         """The optimizers that own some of this module's parameters."""
@@ -166,6 +202,7 @@ class Modules:
         )
 
 
+_MODES = 1 << 14  # modules whose last mode is remembered, before those that are gone are dropped
 _NORMS = torch.nn.modules.batchnorm._BatchNorm
 _DROPOUTS = torch.nn.modules.dropout._DropoutNd
 
@@ -192,6 +229,17 @@ def _fresh(norm: Any) -> bool:
     if mean is None or variance is None or mean.device.type != "cpu":
         return False
     return not bool(mean.any()) and bool((variance == 1).all())
+
+
+def plain_tensors(value: Any, depth: int = 3, most: int = 32) -> list[torch.Tensor]:
+    """The dense tensors in nested tuples, lists and dicts, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.layout is torch.strided else []
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if depth == 0 or not isinstance(value, (tuple, list)):
+        return []
+    return [t for v in value[:most] for t in plain_tensors(v, depth - 1, most)][:most]
 
 
 def _device(tensor: torch.Tensor | None) -> str:
