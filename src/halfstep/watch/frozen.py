@@ -85,9 +85,10 @@ class Frozen:
         else:
             parameters = list(owner.parameters())
         for parameter in parameters:
-            if parameter.grad is not None:
-                self._cleared[id(parameter)] = parameter.grad._version
-            else:
+            grad = parameter.grad
+            if grad is not None:
+                self._cleared[id(parameter)] = grad._version
+            elif self._cleared:
                 self._cleared.pop(id(parameter), None)
 
     def _after_hook(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
