@@ -22,8 +22,8 @@ class ReplicasMade(Event):
     """A module wrapped for data parallelism, or seen to be: ``how`` is "ddp", "fsdp" or "fsdp1".
 
     ``ranks``: those that hold a replica (empty: it cannot be told); ``averages``: the backend divides gradients by
-    their number; ``hook``: name of a communication hook; ``unused``: "found" or "static" where parameters without gradient
-    are provided for.
+    their number; ``hook``: name of a communication hook; ``unused``: "found" or "static" where parameters without
+    gradient are provided for.
     """
 
     module: int
