@@ -64,4 +64,5 @@ def cross_checks() -> list[CrossCheck]:
 
 def rules() -> tuple[str, ...]:
     """The names of all rules that some check judges, sorted."""
-    return tuple(sorted({rule for check in (*checks(), *cross_checks()) for rule in check.rules}))
+    own = {rule for check in checks() for rule in check.rules}
+    return tuple(sorted(own | {rule for check in cross_checks() for rule in check.rules}))
