@@ -143,9 +143,7 @@ def show(results: list[tuple[Result, Result]], console: Console) -> None:
     for column in ("script", "finding", "gradient error", "mended", "gradient error"):
         table.add_column(column, justify="right" if "error" in column else "left", overflow="fold")
     for usual, right in results:
-        found = "\n".join(
-            f"{f['rule']} at line {f['line']}\n{f['message']}\nfix: {f['fix']}" for f in usual.findings
-        )
+        found = "\n".join(f"{f['rule']} at line {f['line']}\n{f['message']}\nfix: {f['fix']}" for f in usual.findings)
         silence = "\n".join(f["rule"] for f in right.findings) or "silence"
         table.add_row(f"{usual.name}.py", found or "silence", f"{usual.error:.1%}", silence, f"{right.error:.1e}")
     console.print(table)

@@ -117,6 +117,12 @@ class Look:
         """Whether something went wrong lately."""
         return self._wanted > 0
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other mode is on in this thread: no compiler traces, no tensors are fake."""
+        current = _get_current_dispatch_mode()
+        return current is None or current is self._mode
+
     def open(self) -> None:
         if self._mode is not None:
             self.close()  # a blind one: perhaps it can be taken off by now

@@ -18,7 +18,7 @@ import torch
 from halfstep.events import ModuleCalled, ModuleSeen, Place
 from halfstep.launch import hide
 from halfstep.watch.autocasts import Autocasts
-from halfstep.watch.patches import Patches
+from halfstep.watch.patches import Patches, uncompiled
 
 if TYPE_CHECKING:
     from halfstep.watch.session import Session
@@ -53,23 +53,16 @@ class Modules:
                     self._called_inside(module)
                 return original(module, *args, **kwargs)
             local.inside = True
-            try:
-                with self._session.look.silent():
-                    self._called(module, args, kwargs)
-            except Exception as error:
-                self._session.fault("module call", error)
+            patches.observe("module call", self._called, module, args, kwargs)
             try:
                 result = original(module, *args, **kwargs)
             finally:
                 local.inside = False
-            try:
-                with self._session.look.silent():
-                    self._returned(module, result)
-            except Exception as error:
-                self._session.fault("module return", error)
+            patches.observe("module return", self._returned, module, result)
             return result
 
         hide(call)
+        uncompiled(call, inner=False)
         patches.replace(torch.nn.Module, "__call__", call)
         patches.around(torch.nn.Module, "train", self._before_mode, self._after_mode, self._failed_mode)
         patches.around(torch.optim.swa_utils, "update_bn", self._before_renew, self._after_renew, self._failed_renew)

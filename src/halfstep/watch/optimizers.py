@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from halfstep.events import Attempt, HalfUpdate, OptimizerMade, StateLoaded
 from halfstep.watch.gradients import Gradients
 from halfstep.watch.halves import Halves
-from halfstep.watch.patches import Patches
+from halfstep.watch.patches import Patches, uncompiled
 from halfstep.watch.place import made_at
 from halfstep.watch.scalers import Scalers, counts, rate
 from halfstep.watch.stream import Draft, Late
@@ -91,6 +91,7 @@ class Optimizers:
             StateLoaded, at=self._session.place(), kind="optimizer", ident=ident, states=len(args[0].state)
         )
 
+    @uncompiled
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._session.patches.live:
             return
@@ -131,6 +132,7 @@ class Optimizers:
             fields.update(_norms(optimizer))
         self._running.append((fields, self._session.stream.emit(Attempt, **fields)))
 
+    @uncompiled
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._session.patches.live or not self._running:
             return

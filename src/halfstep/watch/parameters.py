@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from halfstep.events import ParametersChanged, Place
 from halfstep.watch.gradients import Gradients
 from halfstep.watch.look import Operation
-from halfstep.watch.patches import Patches
+from halfstep.watch.patches import Patches, uncompiled
 from halfstep.watch.stream import Draft
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Parameters:
         """The numbers of the optimizers inside their update now."""
         return [ident for _, ident, _ in self._running]
 
+    @uncompiled
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._session.patches.live:
             return
@@ -88,6 +89,7 @@ class Parameters:
         else:
             self._tell("before", optimizer, ident, number)
 
+    @uncompiled
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._running or self._running[-1][0]() is not optimizer:
             return

@@ -1,4 +1,8 @@
-"""Replacing torch's functions while a session watches, and putting them back exactly."""
+"""Replacing torch's functions while a session watches, and putting them back exactly.
+
+Code that torch compiles goes past a wrapper: while it is traced, the original is called; where a compiled function has
+called eager code, dynamo is kept from compiling the wrapper and what it observes with.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,10 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
+from torch._C._dynamo import eval_frame as frames
 
 from halfstep.launch import hide
 
@@ -16,6 +23,16 @@ After = Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], None]
 Failed = Callable[[Any, BaseException], None]
 
 _ABSENT = object()
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: _Function, inner: bool = True) -> _Function:
+    """Let dynamo run this function as it is written; ``inner``: and whatever it calls (never to be traced through)."""
+    skip, default = frames._FrameAction.SKIP, frames._FrameAction.DEFAULT
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip if inner else default))
+    if inner:
+        vars(function)["_torchdynamo_disable"] = True
+    return function
 
 
 class Patches:
@@ -49,38 +66,35 @@ class Patches:
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not self.live:
+            if torch.compiler.is_compiling() or not self.live:
                 return original(*args, **kwargs)
-            token = None
-            if before is not None:
-                try:
-                    with self._silent():
-                        token = before(args, kwargs)
-                except Exception as error:
-                    self._fault(f"before {name}", error)
+            token = self.observe(f"before {name}", before, args, kwargs) if before is not None else None
             try:
                 result = original(*args, **kwargs)
             except BaseException as error:
                 if failed is not None:
-                    try:
-                        failed(token, error)
-                    except Exception as own:
-                        self._fault(f"failed {name}", own)
+                    self.observe(f"failed {name}", failed, token, error)
                 raise
             if after is not None:
-                try:
-                    with self._silent():
-                        after(token, result, args, kwargs)
-                except Exception as error:
-                    self._fault(f"after {name}", error)
+                self.observe(f"after {name}", after, token, result, args, kwargs)
             return result
 
         hide(wrapper)
+        uncompiled(wrapper, inner=False)
         self.replace(owner, name, wrapper)
         if isinstance(owner, types.ModuleType):
             for module in list(sys.modules.values()):  # `from torch.nn.utils import clip_grad_norm_`, before us
                 if module is not owner and getattr(module, "__dict__", {}).get(name) is original:
                     self.replace(module, name, wrapper)
+
+    def observe(self, name: str, observer: Callable[..., Any], *args: Any) -> Any:
+        """Call an observer out of the look's sight; what fails in it is told and gives None."""
+        try:
+            with self._silent():
+                return observer(*args)
+        except Exception as error:
+            self._fault(name, error)
+            return None
 
     def replace(self, owner: Any, name: str, new: Any) -> None:
         """Set ``owner.name`` to ``new``, remembering what stood there (or that nothing did)."""
@@ -100,3 +114,6 @@ class Patches:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
+
+
+uncompiled(Patches.observe)

@@ -25,7 +25,7 @@ from halfstep.launch import hide
 from halfstep.watch.autocasts import Autocasts, Region, name_of
 from halfstep.watch.look import Operation
 from halfstep.watch.modules import Modules
-from halfstep.watch.patches import Patches
+from halfstep.watch.patches import Patches, uncompiled
 from halfstep.watch.place import is_users
 from halfstep.watch.samples import Sample, moved, random_states
 from halfstep.watch.stream import Late
@@ -167,7 +167,7 @@ class Recomputations:
     def due(self) -> bool:
         """Whether the contribution that is being computed is one of those compared."""
         number = self._session.stream.micro + 1
-        return number <= _DENSE or number & (number - 1) == 0
+        return (number <= _DENSE or number & (number - 1) == 0) and self._session.look.alone
 
     # -- torch.utils.checkpoint, not reentrant -------------------------------------------------------------------
 
@@ -203,15 +203,18 @@ class Recomputations:
 
     def _packing(self, pack: Callable[[Any], Any], look: Callable[[torch.Tensor], None]) -> Callable[[Any], Any]:
         def packing(tensor: Any) -> Any:
-            try:
-                with self._session.look.silent(), torch.no_grad():
-                    look(tensor)
-            except Exception as error:
-                self._session.fault("comparing a recomputation", error)
+            self._look_at(look, tensor)
             return pack(tensor)
 
         hide(packing)
-        return packing
+        return uncompiled(packing, inner=False)
+
+    def _look_at(self, look: Callable[[torch.Tensor], None], tensor: torch.Tensor) -> None:
+        try:
+            with self._session.look.silent(), torch.no_grad():
+                look(tensor)
+        except Exception as error:
+            self._session.fault("comparing a recomputation", error)
 
     def _keep(self, first: First, tensor: torch.Tensor) -> None:
         if not first.autocast:
@@ -230,25 +233,30 @@ class Recomputations:
         original = vars(Function)["apply"].__func__
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            if not patches.live or torch.compiler.is_compiling() or not self.due or cls.__module__.startswith(_OWN):
+            if torch.compiler.is_compiling() or not patches.live:
                 return original(cls, *args, **kwargs)
             first = self._applying(cls)
+            if first is None:
+                return original(cls, *args, **kwargs)
             try:
                 result = original(cls, *args, **kwargs)
             finally:
-                if first is not None and first in self._here.running:
+                if first in self._here.running:
                     self._here.running.remove(first)
-            if first is not None:
-                self._applied(cls, first, result)
+            self._applied(cls, first, result)
             return result
 
         hide(apply)
+        uncompiled(apply, inner=False)
         patches.replace(Function, "apply", classmethod(apply))
         for name in ("apply", "apply_boxed"):
             patches.around(BackwardCFunction, name, self._before_custom, self._after_custom, self._failed_custom)
 
     def _applying(self, cls: Any) -> First | None:
+        """A custom function is about to run; None where it is not to be compared."""
         try:
+            if not self.due or cls.__module__.startswith(_OWN):
+                return None
             reentrant = cls is checkpoints.CheckpointFunction
             first = First("reentrant" if reentrant else cls.__name__, self._session.place())
             self._here.running.append(first)
@@ -392,6 +400,10 @@ class Recomputations:
             _note(backing.operators, operation.name)
             if backing.operators and backing.at is None:
                 backing.at = _recomputing_line()
+
+
+for function in (Recomputations._look_at, Recomputations._applying, Recomputations._applied):
+    uncompiled(function)
 
 
 def _note(operators: list[str], name: str) -> None:
