@@ -1,5 +1,7 @@
 """Runs scripts under the doctor quickly: torch is imported once, each script runs in a fork of this process.
 
+Processes that a script starts itself are followed, and what all of them found is put together.
+
 As a program it scores a folder of cases (broken/, fixed/, clean/ and expected.json) in a fraction of the time that a
 fresh interpreter a script takes: ``python -m tests.doctor FOLDER [--only TEXT] [--verbose]``.
 """
@@ -14,6 +16,7 @@ import pickle
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from contextlib import redirect_stderr, redirect_stdout
@@ -25,7 +28,9 @@ import torch
 import torch._dynamo  # which every optimizer imports at its first call: seconds for each fork
 
 from halfstep.events import Finding
+from halfstep.report.ranks import Part, merged
 from halfstep.watch import Session
+from halfstep.watch.company import Company
 
 
 @dataclass
@@ -89,15 +94,20 @@ def _run(path: Path) -> Diagnosis:
     out = io.StringIO()
     session = Session()
     raised: str | None = None
-    with redirect_stdout(out), redirect_stderr(io.StringIO()):
-        try:
-            with session:
-                exec(code, space)
-        except SystemExit:
-            pass
-        except BaseException as error:
-            raised = f"{type(error).__name__}: {error}"
-    return Diagnosis(session.findings, session.summary.as_json(), out.getvalue(), raised)
+    with tempfile.TemporaryDirectory() as folder:
+        company = Company(Path(folder) / "record")
+        company.follow()
+        os.register_at_fork(after_in_child=lambda: company.forked(session))
+        with redirect_stdout(out), redirect_stderr(io.StringIO()):
+            try:
+                with session:
+                    exec(code, space)
+            except SystemExit:
+                pass
+            except BaseException as error:
+                raised = f"{type(error).__name__}: {error}"
+        whole = merged(company.folder, [Part(None, session.judge.unfolded(), session.summary)])
+    return Diagnosis(whole.findings, whole.summary.as_json(), out.getvalue(), raised)
 
 
 def score(folder: Path, only: str = "", verbose: bool = False) -> bool:

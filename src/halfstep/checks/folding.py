@@ -110,7 +110,7 @@ CONSEQUENCES: dict[str, frozenset[str]] = {
     # Replicas: what one rank does that the others do not makes their parameters differ.
     "replica-bypassed": _DRIFT,
     "unused-parameters": _DRIFT,
-    "skip-differs-across-ranks": _DRIFT | {"loss-scales-differ-across-ranks", "nonfinite-update-applied"},
+    "skip-differs-across-ranks": frozenset({"loss-scales-differ-across-ranks", *_DRIFT, *_SPREADS, *_NONFINITE}),
     "loss-scales-differ-across-ranks": _DRIFT | {"skip-differs-across-ranks", "loss-scale-collapse"},
     "loss-divided-by-world-size": frozenset(
         {"loss-divided-twice", "optimizer-step-every-micro-batch", "partial-group-underweighted"}

@@ -101,11 +101,16 @@ class CrossCheck:
 
 @dataclass(slots=True)
 class Totals:
-    """A rank at its end: contributions begun, attempts by optimizer; ``fellows``: ranks its gradients met."""
+    """A rank at its end: contributions begun, attempts by optimizer, and the first of each.
+
+    ``fellows``: ranks its gradients met; ``sent``: it exchanged parameters after its first update.
+    """
 
     contributions: int = 0
     attempts: Counter[int] = field(default_factory=Counter)
+    firsts: dict[int, Update] = field(default_factory=dict)
     fellows: set[int] = field(default_factory=set)
+    sent: bool = False
 
 
 class _Rank:
@@ -135,6 +140,7 @@ class _Rank:
                     known[event.module] = event
                 case Exchanged() if len(exchanged) < _FACTS:
                     exchanged.append(event)
+                    self.totals.sent |= event.what == "parameters" and self._turns > 0
                 case ExamplesSeen() if len(examples) < _FACTS:
                     examples.append(event)
                 case ParametersMarked():
@@ -149,6 +155,7 @@ class _Rank:
                 continue
             self._turns += 1
             self.totals.attempts[update.optimizer] += 1
+            self.totals.firsts.setdefault(update.optimizer, update)
             if not backwards and update.live:  # told no more: as before
                 backwards = [b for b in known.values() if update.optimizer in b.optimizers]
             turn = Turn(self.number, self._turns, update, self._story, backwards, exchanged, examples, dict(self._made))

@@ -83,21 +83,20 @@ class UnusedParameters(BaseCheck):
 
     def __init__(self) -> None:
         self._waiting: dict[int, ReplicaBackward] = {}  # module -> its last backward, not finished
-        self._wrapped = False
+        self._made: dict[int, ReplicasMade] = {}
         self._told = False
 
     def see(self, event: Event, story: Story) -> Iterable[Finding]:
         if isinstance(event, ReplicasMade):
-            self._wrapped = True
+            self._made[event.module] = event
         elif isinstance(event, ReplicaBackward):
             if event.missing_count:
                 self._waiting[event.module] = event
             else:
                 self._waiting.pop(event.module, None)
-        elif isinstance(event, Raised) and self._wrapped and _UNFINISHED in event.message and not self._told:
+        elif isinstance(event, Raised) and self._made and _UNFINISHED in event.message and not self._told:
             waiting = next(iter(self._waiting.values()), None)
             yield self._finding(waiting, event, None)
-        return ()
 
     def updated(self, update: Update, story: Story) -> Iterable[Finding]:
         for waiting in self._waiting.values():
@@ -110,17 +109,25 @@ class UnusedParameters(BaseCheck):
         names = ", ".join(missing) or "some parameters"
         more = f" and {count - len(missing)} more" if count > len(missing) else ""
         at = waiting.forward_at if waiting is not None else None
+        made = self._made.get(waiting.module) if waiting is not None else None
+        static = made is not None and made.unused == "static"
+        promise = " (static_graph=True promises that the same ones get gradients every time)" if static else ""
         return Finding(
             rule="unused-parameters",
             severity="error",
             at=at or (raised.at if raised is not None else None),
             update=update,
             message=(
-                f"{names}{more} got no gradient in this backward: DDP waits for them, reduces nothing that shares "
-                "their buckets, and raises in the next forward (Expected to have finished reduction)"
+                f"{names}{more} got no gradient in this backward{promise}: DDP waits for them, reduces nothing that "
+                "shares their buckets, and raises in the next forward (Expected to have finished reduction)"
             ),
             evidence={"parameters": list(missing), "count": count},
-            fix="DDP(model, find_unused_parameters=True), or use what they compute in the loss, or remove them",
+            fix=(
+                "DDP(model, find_unused_parameters=True) without static_graph"
+                if static
+                else "DDP(model, find_unused_parameters=True)"
+            )
+            + ", or use what they compute in the loss, or remove them",
         )
 
 

@@ -39,6 +39,8 @@ class ScalesAndSkipsDiffer(CrossCheck):
             yield Finding(**{**values, "count": self._count})
         elif self._parted is not None:
             yield from self._skipped_by_hand(totals)
+        else:
+            yield from self._never(totals)
 
     def _scales(self, turns: Mapping[int, Turn]) -> Finding | None:
         scales = {r: t.update.live[-1].scale for r, t in turns.items() if t.update.live}
@@ -89,6 +91,16 @@ class ScalesAndSkipsDiffer(CrossCheck):
         applied, skipped = min(micros, key=micros.__getitem__), max(micros, key=micros.__getitem__)
         if attempts[applied] > attempts[skipped]:
             yield _skip_finding(turns[applied].update.attempt.at, number, skipped, applied, by_hand=True)
+
+    def _never(self, totals: Mapping[int, Totals]) -> Iterable[Finding]:
+        """A rank with as many contributions that attempts no update at all, and is sent no parameters either."""
+        for applied, ends in totals.items():
+            for first in ends.firsts.values():
+                for skipped in sorted(ends.fellows & totals.keys()):
+                    other = totals[skipped]
+                    if other.contributions == ends.contributions and not (other.firsts or other.sent or ends.sent):
+                        yield _skip_finding(first.attempt.at, first.number, skipped, applied, by_hand=True)
+                        return
 
 
 def _skip_finding(at: Place | None, update: int, skipped: int, applied: int, *, by_hand: bool) -> Finding:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from halfstep.checks.accumulation_evidence import Evidence
 from halfstep.checks.accumulation_weights import Strand, Term, even, near, strands
 from halfstep.checks.ranks import CrossCheck, Totals, Turn
-from halfstep.events import Division, Finding, Place
+from halfstep.events import Division, Finding, GradientsEdited, Place
 
 _SLIGHT, _CLEAR = 0.05, 0.2  # relative deviation of an element's coefficient: worth a word, worth an error
 _SHARE = 0.5  # of the updates
@@ -121,7 +121,7 @@ class WeightsAcrossReplicas(CrossCheck):
         alike = even(joint.totals, joint.close) or even(each, joint.close)
         if count < 2 or len(turns) != count or not alike or not near(joint.total * count, 1.0, joint.close):
             return
-        division = _by_ranks(joint, count)
+        division = _by_ranks(joint, count) or _gradients_by_ranks(turns, count)
         if division is None:
             return
         self._world[route].add(
@@ -131,9 +131,9 @@ class WeightsAcrossReplicas(CrossCheck):
                 at=division.at or joint.at,
                 update=_number(turns),
                 message=(
-                    f"the loss is divided so that the {count} ranks' coefficients add up to {joint.total:.4g} after "
-                    f"gradients were averaged: divided by the {count} ranks twice, the gradient is {count} times too "
-                    "small"
+                    f"the loss is divided by the number of ranks ({count}), and so are the gradients when they are "
+                    f"combined: the coefficients of all ranks' elements add up to {joint.total:.4g}, the gradient is "
+                    f"{count} times too small"
                 ),
                 evidence={
                     "ranks": count,
@@ -195,6 +195,13 @@ def _by_ranks(joint: Joint, count: int) -> Division | None:
             if not squares or (division.at is not None and _WORLD.search(linecache.getline(*_line(division.at)))):
                 return division
     return None
+
+
+def _gradients_by_ranks(turns: Mapping[int, Turn], count: int) -> Division | None:
+    """The same division, of the gradients after their contributions."""
+    between = next(iter(turns.values())).update.between
+    edits = [e for e in between if isinstance(e, GradientsEdited) and e.factor is not None]
+    return next((Division(by=count, at=e.at) for e in edits if near(e.factor or 0.0, 1 / count)), None)
 
 
 def _line(at: Place) -> tuple[str, int]:

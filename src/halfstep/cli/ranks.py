@@ -1,4 +1,7 @@
-"""The processes of a run, seen from the command line: who of them speaks, and how long it waits for the others."""
+"""The processes of a launcher (torchrun, accelerate) on one machine: where they meet, and which of them speaks.
+
+None waits for another, so that a run ends as it would without us: whoever comes to its end last tells what all found.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -15,78 +19,85 @@ from halfstep.errors import RecordError
 from halfstep.events import Started
 from halfstep.record.reader import events, files, verdict
 
-_PATIENCE = 10.0  # seconds in which the other ranks may come to their end after this one has
+_PATIENCE = 10.0  # seconds in which children may come to their end after their parent has
 _ROUND = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """This process among those that a launcher (torchrun, accelerate) has started on this machine."""
+    """This process among those that a launcher has started on this machine.
+
+    ``expected``: how many they are (None: it did not say); ``node``: number of the machine; ``restart``: how
+    often the launcher began anew.
+    """
 
     rank: int
-    local: int
-    parent: int
-    restart: int
+    expected: int | None
     node: int
+    restart: int
+    folder: Path
 
-    def folder(self) -> Path:
-        """Where the ranks of this machine meet: known to all children of one launcher without a word between them."""
-        began = _began(self.parent)
-        user = os.getuid() if hasattr(os, "getuid") else 0
-        return Path(tempfile.gettempdir()) / f"halfstep-{user}-{self.parent}-{began}-{self.restart}"
+    def arrive(self) -> None:
+        """Be known to the others from now on."""
+        with suppress(OSError):
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.folder / f"here-{self.rank}-{os.getpid()}").touch()
+
+    def is_last(self) -> bool:
+        """To be asked once, at the end: whether every other has come to its end or is dead."""
+        with suppress(OSError):
+            own = self.folder / f"here-{self.rank}-{os.getpid()}"
+            own.rename(self.folder / f"left-{self.rank}-{os.getpid()}")
+        came = sum(1 for _ in self._marks("left")) + sum(1 for _ in self._marks("here"))
+        if self.expected is not None and came < self.expected:
+            return False  # one has not even begun
+        if any(_lives(pid) for pid in self._marks("here")):
+            return False
+        with suppress(OSError):
+            os.close(os.open(self.folder / "speaker", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            return True
+        return False  # another came to its end in the same moment
+
+    def _marks(self, word: str) -> Iterator[int]:
+        return (int(p.name.rpartition("-")[2]) for p in self.folder.glob(f"{word}-*"))
+
+    def named(self, path: Path) -> Path:
+        """A file of this machine's: later machines may share the file system with the first."""
+        return path if self.node == 0 else path.with_name(f"{path.stem}-node{self.node}{path.suffix}")
 
 
 def standing() -> Standing | None:
     """By the launcher's word; None for a process that is no rank of several."""
-    number = os.environ.get
-    rank, size = number("RANK", ""), number("WORLD_SIZE", "")
-    if not (rank.isdecimal() and size.isdecimal() and int(size) > 1):
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    if rank is None or size is None or size < 2:
         return None
-    local = number("LOCAL_RANK", rank)
-    restart, node = number("TORCHELASTIC_RESTART_COUNT", "0"), number("GROUP_RANK", "0")
-    return Standing(
-        int(rank),
-        int(local) if local.isdecimal() else int(rank),
-        os.getppid(),
-        int(restart) if restart.isdecimal() else 0,
-        int(node) if node.isdecimal() else 0,
-    )
-
-
-def speaks(here: Standing, folder: Path) -> bool:
-    """Whether this rank tells what all of them found: the first on its machine, or the next where that one is dead."""
-    if here.local == 0:
-        return True
-    first = here.rank - here.local
-    for path in _files(folder):
-        started = _started(path)
-        if started is not None and started.rank == first:
-            return verdict(path) is None and not _lives(started.pid) and _alone(folder)
-    return "TORCHELASTIC_RUN_ID" not in os.environ and _alone(folder)  # begun by hand, each on its own
+    parent, user = os.getppid(), os.getuid() if hasattr(os, "getuid") else 0
+    stat = _stat(parent)
+    began = stat[19] if len(stat) > 19 else "0"  # a number of a process may be used again later
+    restart = _number("TORCHELASTIC_RESTART_COUNT") or 0
+    name = f"halfstep-{user}-{parent}-{began}-{restart}"
+    folder = Path(tempfile.gettempdir()) / name
+    return Standing(rank, _number("LOCAL_WORLD_SIZE"), _number("GROUP_RANK") or 0, restart, folder)
 
 
 def wait(folder: Path, patience: float = _PATIENCE) -> None:
-    """Until every process that trained has told its verdict or is dead, at most so many seconds."""
+    """Until every process with a record here has told its verdict or is dead, at most so many seconds."""
     ends = time.monotonic() + patience
     while time.monotonic() < ends:
-        waiting = [path for path in _files(folder) if verdict(path) is None]
-        started = [_started(path) for path in waiting]
-        if not any(s is not None and s.pid != os.getpid() and _lives(s.pid) for s in started):
+        waiting = [started for path in _files(folder) if verdict(path) is None and (started := _started(path))]
+        if not any(s.pid != os.getpid() and _lives(s.pid) for s in waiting):
             return
         time.sleep(_ROUND)
 
 
 def clear(folder: Path) -> None:
-    """Take a record away that nobody asked to keep."""
+    """Take away what nobody asked to keep."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _alone(folder: Path) -> bool:
-    """Only one rank may stand in for the first."""
-    with suppress(OSError):
-        os.close(os.open(folder / "speaker", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-        return True
-    return False
+def _number(name: str) -> int | None:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -111,12 +122,6 @@ def _lives(pid: int) -> bool:
     except OSError:
         return True
     return _stat(pid)[:1] not in (["Z"], ["X"])
-
-
-def _began(pid: int) -> str:
-    """When a process was started, so that its number used again later is not taken for it."""
-    stat = _stat(pid)
-    return stat[19] if len(stat) > 19 else "0"
 
 
 def _stat(pid: int) -> list[str]:

@@ -1,7 +1,7 @@
 """What `halfstep run` does around a script: a session while it runs, the report once it has ended.
 
-Of several processes each keeps a record; one of them, the script's own or a launcher's first on its machine, waits for
-the others and tells what all of them found.
+Of several processes each keeps a record. The script's own process tells what its children found too; of a launcher's,
+the last that comes to its end tells what all of them found.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +17,10 @@ from halfstep import launch
 from halfstep.cli import ranks
 
 if TYPE_CHECKING:
-    from halfstep.events import Finding
     from halfstep.record.history import History
     from halfstep.report.ranks import Whole
     from halfstep.watch.session import Session
 
-_PATIENCE = 10.0  # seconds: what is certain in a shorter run is told in its report only
 _GRAVE = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
 
 
@@ -44,11 +41,12 @@ class Watched:
         self._record = None if record is None else Path(os.path.abspath(record))
         self._updates = updates
         self._fail_on = fail_on
-        self._began = time.monotonic()
         self._pid = os.getpid()
         self._session: Session | None = None
-        self._rank = ranks.standing()
-        self._folder = self._record or (ranks.Standing.folder(self._rank) if self._rank else _unused())
+        self._among = ranks.standing()
+        self._folder = self._record or (self._among.folder if self._among else _unused())
+        if self._among is not None:
+            self._among.arrive()
 
     def before(self, target: launch.Target) -> None:
         launch.in_spawned("halfstep.watch.company", "arrive", str(self._folder), self._updates)
@@ -60,13 +58,15 @@ class Watched:
             self._follow()
             return
         from halfstep.watch.session import Session
+        from halfstep.watch.told import Teller
 
+        among = self._among
         try:
             self._session = Session(
-                record=self._folder if self._record or self._rank else None,
-                tell=self._tell if self._rank is None or self._rank.local == 0 else None,
+                record=self._folder if self._record or among else None,
+                tell=Teller(lambda: None if self._session is None else self._session.rank),
                 limit=self._updates,
-                among_others=self._rank is not None and (self._record is None or self._rank.restart > 0),
+                among_others=among is not None and (self._record is None or among.restart > 0),
             )
             self._session.start()
         except Exception as error:
@@ -79,13 +79,15 @@ class Watched:
     def finish(self, code: int | None, by: str) -> int | None:
         if self._session is not None:
             self._session.finish(code, by)
-        if self._rank is not None and not ranks.speaks(self._rank, self._folder):
+        if self._among is not None and not self._among.is_last():
             return None
         try:
             return self._tell_all(code, by)
         finally:
             if self._record is None:
                 ranks.clear(self._folder)
+            if self._among is not None:
+                ranks.clear(self._among.folder)
 
     def _tell_all(self, code: int | None, by: str) -> int | None:
         from rich.console import Console
@@ -95,13 +97,17 @@ class Watched:
 
         whole = self._whole()
         findings, summary = whole.findings, whole.summary
+        status: int | str | None = code
+        if self._among is not None:
+            status = whole.code(code)
+            for name in ("_json", "_html"):
+                path = getattr(self, name)
+                setattr(self, name, None if path is None else self._among.named(path))
         failing = [f for f in findings if f.severity in _GRAVE[self._fail_on]]
-        changed = 3 if failing and code == 0 else None
+        changed = 3 if failing and status == 0 else None
         if self._json is not None:
-            doc = document(
-                findings, summary, code if changed is None else changed, by if changed is None else "halfstep"
-            )
-            _keep(self._json, dump(doc))
+            ending = (status, by) if changed is None else (changed, "halfstep")
+            _keep(self._json, dump(document(findings, summary, *ending)))
         if self._html is not None:
             from halfstep.report.page import page
 
@@ -116,7 +122,7 @@ class Watched:
         from halfstep.checks.judge import Judge
         from halfstep.report.ranks import Part, merged, whole
 
-        if self._folder.is_dir():
+        if self._folder.is_dir() and self._among is None:
             ranks.wait(self._folder)
         session, own = self._session, []
         if session is not None and session.record is None:
@@ -151,13 +157,6 @@ class Watched:
 
         with suppress(Exception):
             Company(self._folder, self._updates).forked(self._session)
-
-    def _tell(self, finding: Finding) -> None:
-        """A long run is told at once what is certain."""
-        if time.monotonic() - self._began < _PATIENCE:
-            return
-        where = f" {finding.at.file}:{finding.at.line}" if finding.at else ""
-        print(f"halfstep: {finding.severity} {finding.rule}{where}: {finding.message}", file=sys.stderr)
 
 
 def _unused() -> Path:

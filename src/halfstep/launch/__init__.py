@@ -15,7 +15,18 @@ told: a process that replaces itself (``os.execv``) or is killed outright.
 from halfstep.launch.arrival import when_imported
 from halfstep.launch.children import in_spawned
 from halfstep.launch.frames import hide
-from halfstep.launch.run import attend, launch, settle
+from halfstep.launch.run import attend, launch, settle, stand_by
 from halfstep.launch.target import Enough, Hooks, Target
 
-__all__ = ["Enough", "Hooks", "Target", "attend", "hide", "in_spawned", "launch", "settle", "when_imported"]
+__all__ = [
+    "Enough",
+    "Hooks",
+    "Target",
+    "attend",
+    "hide",
+    "in_spawned",
+    "launch",
+    "settle",
+    "stand_by",
+    "when_imported",
+]

@@ -6,14 +6,17 @@ parent what it is to do. There a call is slipped in, which runs before any line 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from halfstep.launch.arrival import when_imported
+from halfstep.launch.ending import cut
 from halfstep.launch.frames import hide
 
 # What the child runs. It may find no halfstep (then it is not watched), and must never fail for it.
@@ -88,3 +91,22 @@ def tell_exceptions(told: Callable[[BaseException], None]) -> None:
 
     hide(_exit_function)
     util._exit_function = _exit_function  # type: ignore[attr-defined]
+
+
+def cut_tracebacks() -> None:
+    """Leave our own frames out of what this child of multiprocessing writes of its exception, on its end or for its
+    parent to raise: both use these two."""
+    for name in ("format_exc", "print_exc"):
+        _cut_before(name, getattr(traceback, name))
+
+
+def _cut_before(name: str, original: Callable[..., Any]) -> None:
+    @functools.wraps(original)
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        error = sys.exc_info()[1]
+        if error is not None:
+            cut(error)
+        return original(*args, **kwargs)
+
+    hide(shown)
+    setattr(traceback, name, shown)

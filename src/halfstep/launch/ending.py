@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import operator
 import os
 import signal
 import sys
+import threading
+import time
 import types
 from contextlib import suppress
 from typing import Any, NoReturn
@@ -14,6 +17,8 @@ from halfstep.launch.target import Hooks, Target
 
 _FOLDER = os.path.dirname(__file__) + os.sep
 _native_hook = sys.__excepthook__
+_GRACE = 1.0  # seconds that the main thread has to hear a signal
+_LAST = 5.0  # seconds for what is owed when it does not
 
 
 class Ending:
@@ -29,6 +34,9 @@ class Ending:
         self._real_exit = os._exit
         self._catches_terminate = False
         self._follows = False
+        self._finishing = False
+        self._terminated = False
+        self._wakes = -1  # where bytes of signals arrive
 
     def begin(self, hooks: Hooks) -> None:
         """Take hold of the ends of this process; once more in a forked child that has hooks of its own."""
@@ -53,14 +61,18 @@ class Ending:
             self._finish(self.code)
 
     def _finish(self, code: int | None) -> None:
-        if self._hooks is None or self._pid != os.getpid():
+        if self._hooks is None or self._pid != os.getpid() or self._finishing:
             return
+        self._finishing = True
         self.verdict = self._tell("finish", code, self.by)
         self._hooks = None
+        self._finishing = False
         if self._faults and sys.__stderr__ is not None:
             with suppress(Exception):
                 sys.__stderr__.write("".join(self._faults))
                 sys.__stderr__.flush()
+        if self._terminated:
+            die(signal.SIGTERM)
 
     def _tell(self, verb: str, *words: Any) -> Any:
         if self._hooks is None:
@@ -88,9 +100,10 @@ class Ending:
             return
 
         def terminate(number: int, frame: object) -> None:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            self._finish(-number)
-            os.kill(os.getpid(), number)
+            self._terminated = True
+            if not self._finishing:  # else: what is owed is told first
+                self._finish(-number)
+                die(number)
 
         named = signal._int_to_enum  # type: ignore[attr-defined]
 
@@ -101,16 +114,64 @@ class Ending:
         self._catches_terminate = True
         signal.signal(signal.SIGTERM, terminate)
 
+    def stand_by(self) -> None:
+        """From now on SIGTERM ends the process even while its main thread waits in a library, as it would by default.
+
+        Python's own handlers wait for the main thread; a rank whose fellow died may wait in a collective for long.
+        """
+        if not self._catches_terminate or self._wakes >= 0 or threading.current_thread() is not threading.main_thread():
+            return
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        others = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if others >= 0:  # the script's own
+            signal.set_wakeup_fd(others)
+            os.close(read)
+            os.close(write)
+            return
+        self._wakes = read
+        _thread.start_new_thread(self._wait_for_terminate, (read, signal.getsignal(signal.SIGTERM)))
+
+    def _wait_for_terminate(self, read: int, handler: object) -> None:
+        while signal.SIGTERM not in os.read(read, 1):
+            pass
+        time.sleep(_GRACE)
+        if self._terminated or self._pid != os.getpid() or signal.getsignal(signal.SIGTERM) is not handler:
+            return  # the main thread has heard it, or the script handles it itself
+        self._terminated = True
+        _thread.start_new_thread(self._finish, (-signal.SIGTERM,))  # dies at its end
+        time.sleep(_LAST)
+        die(signal.SIGTERM)
+
     def _forked(self) -> None:
+        if self._wakes >= 0:
+            with suppress(ValueError):
+                signal.set_wakeup_fd(-1)  # the pipe is the parent's
+            self._wakes = -1
         if self._hooks is None:
             return
         hooks = self._tell("on_fork")
         self._hooks, self._pid, self.by, self.code, self._faults = hooks, os.getpid(), "script", None, []
+        self._finishing = self._terminated = False
         if hooks is not None:
             return
         os._exit = self._real_exit
         if self._catches_terminate and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # it only read as the default
+        self._catches_terminate = False
+
+
+def die(number: int) -> None:
+    """By this signal, as if nobody had caught it; from any thread."""
+    try:
+        signal.signal(number, signal.SIG_DFL)
+    except ValueError:  # only the main thread may
+        import ctypes
+
+        put = ctypes.CDLL(None).signal
+        put.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        put(number, None)
+    os.kill(os.getpid(), number)
 
 
 def flush() -> None:

@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 
 from halfstep.launch import source
-from halfstep.launch.children import tell_exceptions
+from halfstep.launch.children import cut_tracebacks, tell_exceptions
 from halfstep.launch.ending import Ending, cut, flush, interrupt, show, status
 from halfstep.launch.target import Enough, Hooks, Target
 
@@ -99,6 +99,12 @@ def attend(hooks: Hooks) -> None:
     if not _settled:
         atexit.register(_ending.at_exit)
     tell_exceptions(_ending.raised)
+    cut_tracebacks()
+
+
+def stand_by() -> None:
+    """SIGTERM is to end this process even while it waits for others in a library; see `Ending.stand_by`."""
+    _ending.stand_by()
 
 
 def _judged() -> int:

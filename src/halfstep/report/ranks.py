@@ -38,6 +38,7 @@ class Part:
     world_size: int = 1
     where: str = ""
     began: float = 0.0
+    finished: float = 0.0
     code: int | str | None = None
     by: str = "unknown"
     ended: bool = True
@@ -53,6 +54,11 @@ class Whole:
     summary: Summary
     main: Part | None
     parts: list[Part]
+
+    def code(self, own: int | None) -> int | str | None:
+        """The exit status of several processes: that of the first that ended badly, else ``own``."""
+        bad = [p for p in self.parts if p.by != "unknown" and p.code not in (0, None)]
+        return min(bad, key=lambda p: p.finished).code if bad else own
 
 
 def gathered(folder: Path, *, anew: bool = False) -> list[Part]:
@@ -107,6 +113,7 @@ def _told(path: Path) -> Part | None:
             restored(Summary, known["summary"]),
             **{name: known[name] for name in ("rank", "world_size", "where", "began", "code", "by")},
             argv=tuple(known["argv"]),
+            finished=known["ended"],
         )
     except (KeyError, TypeError, ValueError):
         return None  # another version's

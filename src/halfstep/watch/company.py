@@ -19,6 +19,7 @@ import torch
 from halfstep.launch import attend, hide, in_spawned
 from halfstep.launch.target import Hooks, Target
 from halfstep.watch.session import Session
+from halfstep.watch.told import Teller
 
 
 class Company:
@@ -99,9 +100,14 @@ class Waiting:
         try:
             if self._parents is not None:
                 self._parents.leave()
-            session = Session(record=self._company.folder, limit=self._company.limit, among_others=True)
-            session.start()
+            session = Session(
+                record=self._company.folder,
+                tell=Teller(lambda: Session._active.rank if Session._active is not None else None),
+                limit=self._company.limit,
+                among_others=True,
+            )
             attend(Member(session, self._company))
+            session.start()
         except Exception as error:
             if sys.__stderr__ is not None:
                 print(f"halfstep: not watching process {os.getpid()}: {error}", file=sys.__stderr__)

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from halfstep.events import GroupMade, Place, ReplicaBackward, ReplicasMade
+from halfstep.launch import stand_by
 from halfstep.watch.modules import Modules
 from halfstep.watch.patches import Patches
+from halfstep.watch.place import is_users, place
 
 if TYPE_CHECKING:
     from halfstep.watch.session import Session
@@ -46,7 +49,7 @@ class _Wrapped:
 
 
 class Replicas:
-    """``together``: this process is one of several; ``joined``: called once that is known."""
+    """``together``: this process is one of several that form a group."""
 
     def __init__(self, session: Session, modules: Modules) -> None:
         self._session = session
@@ -57,7 +60,6 @@ class Replicas:
         self._depth = 0
         self._told = 0
         self.together = False
-        self.joined: list[Callable[[], None]] = []
 
     def install(self, patches: Patches) -> None:
         if not torch.distributed.is_available():
@@ -91,10 +93,9 @@ class Replicas:
         self._session.stream.emit(
             GroupMade, at=self._session.place(), rank=rank, world_size=size, backend=backend, where=where
         )
-        if size > 1 and not self.together:
+        if size > 1:
             self.together = True
-            for tell in self.joined:
-                tell()
+            stand_by()
 
     def _after_wrap(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         wrapper = args[0]
@@ -134,9 +135,21 @@ class Replicas:
         if wrapper is not None:
             known = self._wrapped[wrapper]
             if known.bypassed is None or known.bypassed() is None:
-                known.bypassed, known.bypassed_at = weakref.ref(module), at
+                known.bypassed, known.bypassed_at = weakref.ref(module), self._from_outside() or at
             return
         self._see_sharded(module, at)
+
+    def _from_outside(self) -> Place | None:
+        """The user's line that led into a wrapped module: past the methods of the module itself and its parts."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if is_users(code):
+                own = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+                if not isinstance(own, torch.nn.Module) or id(own) not in self._inside:
+                    return place(frame)
+            frame = frame.f_back  # type: ignore[assignment]
+        return None
 
     def _called_inside(self, module: torch.nn.Module) -> None:
         known = self._wrapped.get(id(module))
@@ -246,12 +259,13 @@ class Replicas:
 def missing_of(wrapper: Any, message: str) -> list[str]:
     """The names of the parameters that torch's exception lists by number."""
     found = _INDICES.search(message)
-    ignored = getattr(wrapper, "parameters_to_ignore", set())
-    names = [n for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in ignored]
     if found is None:
-        return ["?"]
+        return ["some parameters"]
+    names = {id(p): n for n, p in wrapper.module.named_parameters()}
+    wrapped = [p for p in wrapper._module_parameters if p.requires_grad]
     numbers = [int(n) for n in found[1].split()]
-    return [names[n] if n < len(names) else f"parameter {n}" for n in numbers]
+    gone = "one that the module lost since it was wrapped"
+    return [names.get(id(wrapped[n]), gone) if n < len(wrapped) else f"parameter {n}" for n in numbers]
 
 
 def _state(parameter: torch.Tensor) -> tuple[torch.Tensor, int, int]:

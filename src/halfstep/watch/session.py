@@ -205,6 +205,7 @@ class Session:
             "world_size": self.world_size,
             "where": self.where,
             "began": self._began,
+            "ended": time.time(),
             "code": code,
             "by": by,
             "argv": list(sys.argv),

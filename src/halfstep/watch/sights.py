@@ -14,8 +14,10 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.averages import Averages
     from halfstep.watch.backwards import Backwards
     from halfstep.watch.casts import Casts
+    from halfstep.watch.collectives import Collectives
     from halfstep.watch.compiled import Compiled
     from halfstep.watch.culprit import Culprit
+    from halfstep.watch.examples import Examples
     from halfstep.watch.failures import Failures
     from halfstep.watch.frozen import Frozen
     from halfstep.watch.gradients import Gradients
@@ -23,16 +25,20 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.hands import Hands
     from halfstep.watch.histories import Histories
     from halfstep.watch.loaders import Loaders
+    from halfstep.watch.loose import LooseGradients
     from halfstep.watch.losses import Losses
+    from halfstep.watch.marks import Marks
     from halfstep.watch.modules import Modules
     from halfstep.watch.optimizers import Optimizers
     from halfstep.watch.parameters import Parameters
     from halfstep.watch.poison import Poison
     from halfstep.watch.recomputations import Recomputations
+    from halfstep.watch.replicas import Replicas
     from halfstep.watch.rounding import Rounding
     from halfstep.watch.scalers import Scalers
     from halfstep.watch.schedulers import Schedulers
     from halfstep.watch.states import States
+    from halfstep.watch.statistics import Statistics
     from halfstep.watch.threads import Threads
 
     gradients = Gradients(session)
@@ -43,6 +49,8 @@ def sights(session: Session) -> Sequence[Sight]:
     modules = Modules(session, autocasts)
     losses = Losses(session)
     culprit = Culprit(session, gradients)
+    replicas = Replicas(session, modules)
+    loaders = Loaders(session)
     return (
         Compiled(session),
         Optimizers(session, gradients, scalers, halves),
@@ -55,17 +63,23 @@ def sights(session: Session) -> Sequence[Sight]:
         culprit,
         Poison(session, culprit.paths, culprit.provenance, modules),
         Schedulers(session),
-        Loaders(session),
+        loaders,
         parameters,
         Averages(session, parameters, halves),
         Rounding(session, parameters, halves),
         Frozen(session, parameters, gradients, modules),
         Histories(session, parameters),
+        Statistics(session, parameters),
+        LooseGradients(session, modules),
         autocasts,
         Casts(session, autocasts),
         modules,
         Threads(session, autocasts, modules),
         Recomputations(session, autocasts, modules),
         Failures(session),
+        replicas,
+        Collectives(session, replicas),
+        Examples(session, modules, replicas, loaders),
+        Marks(session, replicas, parameters),
         States(session),
     )
