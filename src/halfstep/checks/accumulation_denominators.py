@@ -7,16 +7,16 @@ one forward, recurrent chunks and gradients set by hand are other things.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from halfstep.checks.accumulation_evidence import Evidence
+from halfstep.checks.accumulation_sizes import Sizes
 from halfstep.checks.accumulation_weights import Strand, Term, even, is_driven, near, strands
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.story import Story, Update
 from halfstep.events import (
     Contribution,
-    Division,
     Event,
     Finding,
     GradientsEdited,
@@ -24,6 +24,7 @@ from halfstep.events import (
     GroupMade,
     ModuleCalled,
     ModuleSeen,
+    OrderPassed,
 )
 
 _REMEMBERED = 4096  # contributions whose forwards are remembered
@@ -51,6 +52,7 @@ class Denominators(BaseCheck):
         self._judged: dict[int, int] = {}  # route -> last contribution judged
         self._habits: dict[tuple[int, int], _Habit] = {}
         self._attempted: dict[int, set[int]] = {}  # optimizer -> routes of its updates
+        self._passes: deque[int] = deque(maxlen=8)  # contributions begun when a loader had run through
         self._ranks = 1
 
     # -- what came before each contribution ----------------------------------------------------------------------
@@ -65,6 +67,8 @@ class Denominators(BaseCheck):
                     self._carried |= event.carried
             case GradientsTaken(create_graph=True):
                 self._taken = True
+            case OrderPassed(whole=True):
+                self._passes.append(event.micro)
             case GroupMade():
                 self._ranks = event.world_size
             case Contribution():
@@ -94,6 +98,8 @@ class Denominators(BaseCheck):
             if self._ranks > 1 and _is_share_of_ranks(strand, self._ranks):
                 continue  # whether that is right, only all ranks together show
             habit = self._habits.setdefault((update.optimizer, strand.last.route), _Habit(update.optimizer))
+            first, last = strand.contributions[0].number, strand.last.number
+            habit.sizes.note(update, strand, any(first <= begun < last for begun in self._passes))
             yield from habit.judge(update, strand, alone=len(found) == 1, plain=self._is_plain(strand, update))
 
     def end(self, story: Story) -> Iterable[Finding]:
@@ -123,54 +129,45 @@ class _Habit:
 
     def __init__(self, optimizer: int) -> None:
         self.optimizer = optimizer
-        self._groups = 0
-        self._whole: Counter[int] = Counter()  # size -> groups of that size whose coefficients add up to 1
         self._undivided = Evidence(least=6, share=0.8)
         self._twice = Evidence(least=2, share=0.5)
         self._means = Evidence(least=3, share=_HABIT, weight="deviation")
         self._ragged = Evidence(least=3, share=0.6, weight="deviation")  # the last micro-batch of a group is smaller
-        self._leftover = Evidence(least=1, share=0.0)
         self._stepped = Evidence(least=6, share=0.9)
-        self._short: list[tuple[int, Finding, bool]] = []
-        self._short_told = 0
-        self._steps: Counter[tuple[str, int] | None] = Counter()
+        self.sizes = Sizes()
         self._singles = 0
 
     def judge(self, update: Update, strand: Strand, alone: bool, plain: bool) -> Iterator[Finding]:
-        self._groups += 1
-        if not strand.weighed or strand.edited:
-            return
         main = strand.main
-        if main is None or not plain:
+        if main is None or not plain or strand.edited or not strand.weighed:
+            self.sizes.unjudged()
             return
-        place = update.attempt.at
-        self._steps[(place.file, place.line) if place else None] += 1
         size, parts = strand.size, main.parts()
         self._undivided.chance()
         self._twice.chance()
-        if parts is not None and parts == size:
-            self._whole[size] += 1
         if size > 1:
             for term in strand.terms:
                 self._mean_of_means(update, strand, term)
             self._sums(update, strand, main, parts, alone)
-        self._short_or_long(update, strand, main, parts)
         self._single(update, strand, main, parts, alone)
-        yield from self._firm()
-
-    def _firm(self) -> Iterator[Finding]:
-        for evidence in (self._twice, self._means, self._ragged, self._leftover, self._stepped):
+        self.sizes.judge(update, strand, main, parts)
+        for evidence in (self._twice, self._means, self._ragged, self._stepped):
             yield from evidence.firm()
-        yield from self._partial(False)
+        yield from self.sizes.firm(self._all_means)
+
+    @property
+    def _all_means(self) -> bool:
+        """Most groups are means of means: dividing by elements cures the short ones too."""
+        return 2 * self._means.seen > self._means.chances
 
     def end(self, rivals: bool) -> Iterator[Finding]:
         if not rivals:  # two losses in turn, each with an optimizer of its own: real and fake, not micro-batches
             yield from self._undivided.rest()
-        for evidence in (self._twice, self._means, self._ragged, self._leftover):
+        for evidence in (self._twice, self._means, self._ragged):
             yield from evidence.rest()
         if self._singles >= 2:
             yield from self._stepped.rest()
-        yield from self._partial(True)
+        yield from self.sizes.rest(self._all_means)
 
     # -- what the coefficients add up to -------------------------------------------------------------------------
 
@@ -198,7 +195,7 @@ class _Habit:
         size, total, at = strand.size, main.total, strand.last.at
         if not near(total * size, 1.0, main.close):
             return
-        divisions = _common(strand)
+        divisions = strand.divisions()
         by_size = [d for d in divisions if near(d.by, size)]
         edits = [e for e in update.between if isinstance(e, GradientsEdited) and near(e.factor or 0.0, 1 / size)]
         ragged = not even([w.elements for w in main.weights], 0.02) and even([w.each for w in main.weights], 0.01)
@@ -264,63 +261,10 @@ class _Habit:
             )
         )
 
-    # -- sizes ---------------------------------------------------------------------------------------------------
-
-    def _short_or_long(self, update: Update, strand: Strand, main: Term, parts: int | None) -> None:
-        size = strand.size
-        if parts is None or parts < 2 or not self._whole[parts] or parts == size:
-            return
-        at = strand.last.at
-        if size < parts:
-            divided = next((d for d in _common(strand) if near(d.by, parts)), Division(by=parts))
-            usual = self._steps.most_common(1)[0][0]
-            place = update.attempt.at
-            apart = place is not None and usual is not None and (place.file, place.line) != usual
-            finding = Finding(
-                rule="partial-group-underweighted",
-                severity="warning",
-                at=divided.at or at,
-                update=update.number,
-                message=(
-                    f"a short group of {size} micro-batch{'es' if size > 1 else ''} was divided by the full {parts}: "
-                    f"its coefficients add up to {main.total:.3g}, its gradient is {parts / size:.3g} times too small"
-                ),
-                evidence={"micro_batches": size, "usual": parts, "sum_of_coefficients": main.total},
-                fix="divide by the micro-batches (better: supervised elements) the last group really has",
-            )
-            self._short.append((self._groups, finding, apart))
-        elif size < 2 * parts:
-            self._leftover.add(
-                Finding(
-                    rule="leftover-micro-batches",
-                    severity="error",
-                    at=at,
-                    update=update.number,
-                    message=(
-                        f"this update took {size} micro-batches instead of {parts}: {size - parts} were left over from "
-                        f"an unfinished group, and the coefficients add up to {main.total:.3g}"
-                    ),
-                    evidence={"micro_batches": size, "usual": parts, "sum_of_coefficients": main.total},
-                    fix="at the end of an epoch step the rest (divided by its own size) or clear it with zero_grad()",
-                )
-            )
-
-    def _partial(self, over: bool) -> Iterator[Finding]:
-        """Short groups told once they are the tail of something: at even distances, at a line of their own, last."""
-        if len(self._short) == self._short_told or 2 * self._means.seen > self._means.chances:
-            return  # where all groups are means of means, dividing by elements cures the short ones too
-        numbers = [number for number, _, _ in self._short]
-        gaps = {b - a for a, b in zip([0, *numbers], numbers, strict=False)}
-        regular = len(numbers) > 1 and len(gaps) == 1
-        if regular or all(apart for _, _, apart in self._short) or (over and numbers[-1] == self._groups):
-            for _, finding, _ in self._short[self._short_told :]:
-                yield finding
-            self._short_told = len(self._short)
-
     def _single(self, update: Update, strand: Strand, main: Term, parts: int | None, alone: bool) -> None:
         """Every contribution stepped at once, though its loss was divided for a group."""
         self._stepped.chance()
-        if strand.size != 1 or parts is None or parts < 2 or not alone or self._whole:
+        if strand.size != 1 or parts is None or parts < 2 or not alone or self.sizes.whole:
             return
         if not any(near(d.by, parts) and not d.multiplied for d in strand.last.divisions):
             return
@@ -356,10 +300,4 @@ def _is_share_of_ranks(strand: Strand, ranks: int) -> bool:
     main = strand.main
     if main is None or not near(main.total * ranks, 1.0, main.close):
         return False
-    return any(near(d.by, ranks) or near(d.by, ranks * strand.size) for d in _common(strand))
-
-
-def _common(strand: Strand) -> list[Division]:
-    """Divisions that all contributions of the strand have, in the order from the root down."""
-    last = strand.last.divisions
-    return [d for d in last if all(any(near(o.by, d.by) for o in c.divisions) for c in strand.contributions)]
+    return any(near(d.by, ranks) or near(d.by, ranks * strand.size) for d in strand.divisions())

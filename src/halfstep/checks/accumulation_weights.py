@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from halfstep.checks.story import Update
-from halfstep.events import Contribution, GradientsEdited, OptimizerMade, Share
+from halfstep.events import Contribution, Division, GradientsEdited, OptimizerMade, Share
 
 CLOSE = 0.004  # two sums of coefficients that differ by less are equal (FP32 losses)
 CLOSE_HALF = 0.02  # where the loss itself was in half precision: BF16 has 8 bits
@@ -126,6 +126,11 @@ class Strand:
         """The term with the largest total, once all are known."""
         known = [t for t in self.terms if t.known and math.isfinite(t.total)]
         return max(known, key=lambda t: t.total, default=None)
+
+    def divisions(self) -> list[Division]:
+        """Those that all contributions have, in the order from the root down."""
+        others = [c.divisions for c in self.contributions]
+        return [d for d in self.last.divisions if all(any(near(o.by, d.by) for o in each) for each in others)]
 
     def same_parameters(self, optimizer: int) -> bool:
         """Every contribution reached the same parameters of this optimizer (heads of several tasks do not)."""
