@@ -131,7 +131,9 @@ class Culprits(BaseCheck):
         if event.cause == "constant" and event.constant == event.scale:
             return None  # a half-precision loss times the scale: it settles
         if event.cause == "operator":
-            return self._backward(event) if event.phase == "backward" else _forward(event)
+            if event.phase == "backward":
+                return self._backward(event)
+            return _hidden(event) if event.reached == "gradient" and not _overflowed(event) else _forward(event)
         if event.cause == "parameter":
             if self._parameters_wrong or self._wrong or story.applied:
                 return None  # an update wrote it: what made that one so has been told
@@ -188,6 +190,20 @@ def _forward(event: NonFinite) -> Words | None:
         share = event.share or 0.0
         message += f"; {event.absorbed} hid it: {share:.0%} of its output is wrong, and the loss stays finite"
     return Words("forward-overflow", message, fix)
+
+
+def _hidden(event: NonFinite) -> Words:
+    """A value that the forward throws away (`torch.where`, an index) while its gradient is 0 times infinity."""
+    return Words(
+        "backward-nonfinite",
+        f"{_name(event)}{_module(event)} made {event.value} of finite inputs ({_input(event)}); the forward hides it: "
+        f"the loss is finite, its gradient is not (0 times infinity)",
+        "put a safe value in before the operator, not after it: torch.where(ok, x, 1.0) inside, torch.where outside",
+    )
+
+
+def _overflowed(event: NonFinite) -> bool:
+    return event.exact is not None and math.isfinite(event.exact)
 
 
 def _input_words(event: NonFinite) -> Words:

@@ -28,7 +28,8 @@ _LOST = 0.3  # share of a layer's gradient elements
 _MISSING = 0.1  # of its norm
 _FEW = 16
 _SEEN = 2  # measured contributions
-_ROOM = 16.0  # a scale so many times larger would fit
+_REACH = 2.0**20  # what a scale so many times larger would not keep is as good as zero in FP32 too
+_ALL = 1.1  # more than all of a norm: cancelled values, of which FP32 keeps nothing either
 _NAMED = 4
 
 
@@ -123,7 +124,7 @@ class GradientUnderflow(BaseCheck):
             known = self._backwards.setdefault(event.at, _Backward(event))
             known.measured += 1
             known.scaler = known.scaler or event.scale is not None
-            bad = [layer for layer in event.layers if _is_lost(layer)]
+            bad = [layer for layer in event.layers if _is_lost(layer)] if (event.needed or 1.0) <= _REACH else []
             if bad:
                 known.event = event
                 known.wrong += 1
@@ -149,8 +150,7 @@ class GradientUnderflow(BaseCheck):
         name, worst = layers[0]
         shares = {n: round(layer.lost / max(layer.kept, 1), 4) for n, layer in layers[:_NAMED]}
         others = f" and {len(layers) - 1} other layers" if len(layers) > 1 else ""
-        everywhere = 3 * len(layers) >= 2 * sum(layer.kept >= _FEW for layer in event.layers)
-        fits = everywhere and event.fitting is not None and event.fitting >= _ROOM * scale
+        fits = event.fitting is not None and (event.needed or 1.0) * scale <= event.fitting
         at, module, fix = (
             event.at,
             name,
@@ -191,7 +191,7 @@ class GradientUnderflow(BaseCheck):
 
 def _is_lost(layer: LayerGradient) -> bool:
     missing = layer.missing or 0.0
-    return layer.kept >= _FEW and layer.lost >= _LOST * layer.kept and math.isfinite(missing) and missing >= _MISSING
+    return layer.kept >= _FEW and layer.lost >= _LOST * layer.kept and _MISSING <= missing <= _ALL
 
 
 class OptimizerEpsilon(BaseCheck):

@@ -11,45 +11,24 @@ from halfstep.events import Clipped, Event, Finding, StatisticsPoisoned
 
 
 class PoisonedStatistics(BaseCheck):
-    """Running statistics took in a batch whose update was not applied."""
+    """Running statistics took in a batch whose update was not applied: the weights are finite, they are not."""
 
     rules = ("poisoned-running-statistics",)
 
-    def __init__(self) -> None:
-        self._waiting: list[StatisticsPoisoned] = []
-        self._skips = 0
-
     def see(self, event: Event, story: Story) -> Iterable[Finding]:
-        if isinstance(event, StatisticsPoisoned) and event.weights is not False:
-            self._waiting.append(event)
-        return ()
-
-    def updated(self, update: Update, story: Story) -> Iterable[Finding]:
-        attempt = update.attempt
-        waiting, self._waiting = self._waiting, []
-        if attempt.outcome == "applied" and (attempt.nonfinite or _wrong(attempt.weights)):
-            return  # the weights are gone too: what made that is told
-        skipped = "was skipped by the scaler" if attempt.outcome == "skipped" else "did not use it"
-        for event in waiting:
-            yield self._finding(event, skipped, update.number)
-
-    def end(self, story: Story) -> Iterable[Finding]:
-        for event in self._waiting:
-            yield self._finding(event, "was skipped", None)
-
-    @staticmethod
-    def _finding(event: StatisticsPoisoned, skipped: str, number: int | None) -> Finding:
+        if not isinstance(event, StatisticsPoisoned) or event.weights is False:
+            return
         names = " and ".join(event.buffers)
-        return Finding(
+        yield Finding(
             rule="poisoned-running-statistics",
             severity="error",
             at=event.at,
-            update=number,
+            update=story.attempted or None,
             message=(
-                f"{names} of {event.module} are not finite: the forward took in a batch whose update {skipped}; "
+                f"{names} of {event.module} are not finite: the forward took in a batch whose update was skipped; "
                 f"training does not use them, evaluation does from here on"
             ),
-            evidence={"module": event.module, "buffers": list(event.buffers), "micro_batch": event.micro + 1},
+            evidence={"module": event.module, "buffers": list(event.buffers), "micro_batch": event.micro},
             fix="keep such a batch away (clamp or drop it), or restore the buffers when an update is skipped",
             module=event.module,
             operator="batch_norm",

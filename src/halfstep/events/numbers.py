@@ -129,7 +129,8 @@ class GradientsMeasured(Event):
     """A backward in FP16 beside the same backward in FP32: what each parameter's gradient lost to rounding.
 
     ``layers``: of parameters; ``activations``: of the gradients that were half, by module. ``worst_at``, ``worst_by``:
-    the forward line and the gradient operator that lost most. ``fitting``: the power of two that the scale could be.
+    the forward line and the gradient operator that lost most. ``fitting``: the power of two that the scale could be;
+    ``needed``: how many times larger it would have to be to keep most of what was lost.
     """
 
     scale: float | None = None
@@ -140,3 +141,4 @@ class GradientsMeasured(Event):
     worst_at: Place | None = None
     worst_module: str | None = None
     fitting: float | None = None
+    needed: float | None = None

@@ -96,7 +96,7 @@ class Culprit:
             if bad:
                 first = min(sources(bad), key=lambda o: o.number)
                 self._tell(first, reached, None if scale is None else float(scale))
-            elif self.silence.ruined:
+            else:
                 self._tell_silent(ends)
         finally:
             self.provenance.cut()
@@ -105,11 +105,12 @@ class Culprit:
     # -- what happened -------------------------------------------------------------------------------------------
 
     def _tell_silent(self, ends: list[Origin]) -> None:
-        """Overflows that a later operator hid, where that operator's output went into the loss."""
-        above = _ancestors(ends)
-        for origin, ruin in self.silence.ruined:
-            if id(ruin.origin) in above:
-                self._tell(origin, "output", None, absorbed=ruin.origin.name, share=ruin.share)
+        """An overflow that a later operator hid, where what that one made of it went into the loss."""
+        ruined = self.silence.ruined()
+        above = _ancestors(ends) if ruined else set()
+        for ruin in ruined:
+            if id(ruin.reached) in above:
+                self._tell(ruin.cause, "output", None, absorbed=ruin.hidden_by.name, share=ruin.share)
                 return
 
     def _tell(self, origin: Origin, reached: str, scale: float | None, **more: Any) -> None:

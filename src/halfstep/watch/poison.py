@@ -34,12 +34,15 @@ _OFTEN = 32  # evaluations at whose start the buffers are read, then 2^k
 
 
 class Poison:
+    """Tells of buffers that are still not finite at the next call of their root module: some scripts put them back."""
+
     def __init__(self, session: Session, paths: Paths, provenance: Provenance, modules: Modules) -> None:
         self._session = session
         self._paths = paths
         self._provenance = provenance
         self._modules = modules
         self._trained: weakref.WeakKeyDictionary[torch.nn.Module, Place | None] = weakref.WeakKeyDictionary()
+        self._suspects: weakref.WeakKeyDictionary[torch.nn.Module, Place | None] = weakref.WeakKeyDictionary()
         self._told: set[int] = set()
         self._training = False
         self._evaluations = 0
@@ -49,11 +52,14 @@ class Poison:
         self._modules.entries.append(self._called)
 
     def remove(self) -> None:
-        self.inspect()
+        for root in list(self._trained):
+            self._inspect(root)
 
     # -- where nobody looked -------------------------------------------------------------------------------------
 
     def _called(self, module: torch.nn.Module, args: Any, kwargs: Any, at: Place | None) -> None:
+        if module in self._suspects:
+            self._inspect(module)
         if module.training and torch.is_grad_enabled():
             self._training = True
             self._trained[module] = at
@@ -61,24 +67,28 @@ class Poison:
             self._training = False
             self._evaluations += 1
             if self._evaluations <= _OFTEN or self._evaluations & (self._evaluations - 1) == 0:
-                self.inspect()
+                self.remove()
 
-    def inspect(self) -> None:
-        """Read the running statistics of all modules that were trained; tell those that are not finite."""
+    def suspect(self) -> None:
+        """Something went wrong: the modules that were trained are looked at when they are called again."""
+        for root, at in self._trained.items():
+            self._suspects.setdefault(root, at)
+
+    def _inspect(self, root: torch.nn.Module) -> None:
+        """Tell which running statistics of this module are not finite."""
+        at = self._suspects.pop(root, None) or self._trained.get(root)
         with torch.no_grad():
-            for root, at in list(self._trained.items()):
-                bad = list(_poisoned(root, self._told))
-                if bad:
-                    self._told.update(address(buffer) for _, _, buffer in bad)
-                    self._tell(f"{self._paths.name(root)}.{bad[0][0]}", tuple(b for _, b, _ in bad), root, at)
-
-    def _tell(self, name: str, buffers: tuple[str, ...], root: torch.nn.Module | None, at: Place | None) -> None:
-        weights = None
-        if root is not None:
-            weights = all(bool(torch.isfinite(p).all()) for p in root.parameters())
-        self._session.stream.emit(
-            StatisticsPoisoned, at=at, module=name, buffers=tuple(dict.fromkeys(buffers)), weights=weights
-        )
+            bad = list(_poisoned(root, self._told))
+            if not bad:
+                return
+            self._told.update(address(buffer) for _, _, buffer in bad)
+            self._session.stream.emit(
+                StatisticsPoisoned,
+                at=at,
+                module=f"{self._paths.name(root)}.{bad[0][0]}".rstrip("."),
+                buffers=tuple(dict.fromkeys(kind for _, kind, _ in bad)),
+                weights=all(bool(torch.isfinite(p).all()) for p in root.parameters()),
+            )
 
     # -- the lens ------------------------------------------------------------------------------------------------
 
@@ -87,20 +97,11 @@ class Poison:
 
     def after(self, operation: Operation) -> None:
         origin = self._provenance.now
-        if origin is None or origin.finite or operation.name not in _NORMS:
+        if origin is None or origin.finite or operation.backward or operation.name not in _NORMS:
             return
-        buffers = dict(zip(_BUFFERS, operation.args[3:5], strict=False))
-        bad = [
-            name
-            for name, buffer in buffers.items()
-            if isinstance(buffer, torch.Tensor)
-            and address(buffer) not in self._told
-            and not bool(torch.isfinite(buffer).all())
-        ]
-        if bad:
-            self._told.update(address(buffers[name]) for name in bad)
-            root = self._paths.root()
-            self._tell(origin.path or "batch norm", tuple(bad), root, self._paths.root_at or operation.at)
+        root = self._paths.root()
+        if root is not None:
+            self._suspects.setdefault(root, self._paths.root_at or operation.at)
 
 
 def _poisoned(root: torch.nn.Module, told: set[int]) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -24,14 +24,26 @@ if TYPE_CHECKING:
 _ROOM = 1 << 24
 _FOLLOWED = 128  # operators computed again in one micro-batch
 _APART = 0.05  # how far an element may lie from its FP32 twin, relative to it
+_FAR = 12  # operators that a wrong value is followed through, to see whether it is right again
 _SMALL = 1e-4  # elements so much smaller than the largest do not matter
 
 
 class Ruin(NamedTuple):
-    """The operator that hid an infinity: its origin, and the share of its output that is wrong."""
+    """An overflow, the operator that hid it, the share of that one's output that is wrong, and where it went on."""
 
-    origin: Origin
+    cause: Origin
+    hidden_by: Origin
     share: float
+    reached: Origin
+
+
+class _Trail(NamedTuple):
+    """How a followed value came about: from which overflow, hidden by which operator, so many operators ago."""
+
+    cause: Origin
+    hidden_by: Origin | None = None
+    share: float = 0.0
+    length: int = 0
 
 
 class Silence:
@@ -39,9 +51,9 @@ class Silence:
         self._session = session
         self._provenance = provenance
         self._shadows = Shadows(_ROOM)
-        self._causes: dict[int, Origin] = {}  # id of an origin that is followed -> the overflow it came from
+        self._trails: dict[int, tuple[Origin, _Trail]] = {}  # id of an origin that is followed -> it, its trail
+        self._ends: dict[int, tuple[Origin, _Trail]] = {}  # wrong values that nothing has been computed of yet
         self._followed = 0
-        self.ruined: list[tuple[Origin, Ruin]] = []
 
     def install(self, patches: Patches) -> None:
         self._session.look.lenses.append(self)
@@ -62,42 +74,52 @@ class Silence:
             return
         twin = computed(operation)
         if isinstance(twin, torch.Tensor) and self._shadows.keep(operation.out, twin):
-            self._causes[id(origin)] = origin
+            self._trails[id(origin)] = (origin, _Trail(origin))
 
     def _follow(self, operation: Operation) -> None:
         shadowed = [t for t in operation.tensors() if self._shadows.of(t) is not None]
-        if not shadowed or self._followed >= _FOLLOWED or not isinstance(operation.out, torch.Tensor):
+        out = operation.out
+        if not shadowed or self._followed >= _FOLLOWED or not isinstance(out, torch.Tensor):
             return
         self._followed += 1
         twin = computed(operation, self._shadows)
-        if not isinstance(twin, torch.Tensor) or twin.shape != operation.out.shape:
+        if not isinstance(twin, torch.Tensor) or twin.shape != out.shape:
             return
         origin = self._provenance.now
         if kind_of(operation.func).view or origin is None:
-            self._shadows.keep(operation.out, twin)
+            self._shadows.keep(out, twin)
             return
-        cause = next((c for t in shadowed for c in self._cause(t)), None)
-        if cause is None or not bool(torch.isfinite(twin).all()):
+        sources = [s for s in map(self._provenance.of, shadowed) if s is not None]
+        trail = next((self._trails[id(s)][1] for s in sources if id(s) in self._trails), None)
+        if trail is None or not bool(torch.isfinite(twin).all()):
             return
-        if not origin.finite:
-            if self._shadows.keep(operation.out, twin):
-                self._causes[id(origin)] = cause
-            return
-        if measurable(operation.out):
-            share = _apart(operation.out, twin)
-            if share > 0.0:
-                self.ruined.append((cause, Ruin(origin, share)))
+        if origin.finite and measurable(out):
+            share = _apart(out, twin)
+            for source in sources:
+                self._ends.pop(id(source), None)  # what became of it counts
+            if share == 0.0:
+                return
+            hidden_by = trail.hidden_by or origin
+            trail = _Trail(trail.cause, hidden_by, trail.share or share, trail.length + 1)
+            self._ends[id(origin)] = (origin, trail)
+            if trail.length >= _FAR:
+                return
+        if self._shadows.keep(out, twin):
+            self._trails[id(origin)] = (origin, trail)
 
-    def _cause(self, tensor: torch.Tensor) -> list[Origin]:
-        origin = self._provenance.of(tensor)
-        cause = None if origin is None else self._causes.get(id(origin))
-        return [] if cause is None else [cause]
+    def ruined(self) -> list[Ruin]:
+        """The overflows whose traces are still there, in order."""
+        return [
+            Ruin(trail.cause, trail.hidden_by, trail.share, end)
+            for end, trail in self._ends.values()
+            if trail.hidden_by is not None
+        ]
 
     def clear(self) -> None:
         self._shadows.clear()
-        self._causes.clear()
+        self._trails.clear()
+        self._ends.clear()
         self._followed = 0
-        self.ruined.clear()
 
 
 def _apart(out: torch.Tensor, twin: torch.Tensor) -> float:

@@ -60,6 +60,7 @@ class Twins:
         self._layers: dict[int, tuple[torch.Tensor, _Layer]] = {}  # id(parameter) -> it, its gradient
         self._activations: dict[str, _Layer] = {}
         self._worst: tuple[float, str, Any] = (0.0, "", None)
+        self._needed = 1.0  # how many times larger the scale must be to keep most of what was lost
         self._count = 0
 
     def install(self, patches: Patches) -> None:
@@ -127,8 +128,13 @@ class Twins:
             for exponent, count in enumerate(torch.bincount(exponents.clamp(0, 63), minlength=1).tolist(), _DEEPEST):
                 if count:
                     layer.exponents[exponent] = layer.exponents.get(exponent, 0) + count
-        if kept >= _FEW and lost / kept > self._worst[0]:
+        if kept < _FEW or not lost:
+            return
+        if lost / kept > self._worst[0]:
             self._worst = (lost / kept, f"{operation.name} in {node.name()}", line)
+        if lost > kept // 8:
+            size = float(twin[(out == 0) & (twin != 0)].double().square().mean().sqrt())
+            self._needed = max(self._needed, 4 * 2.0**_DEEPEST / size) if size > 0.0 else math.inf
 
     # -- parameters ----------------------------------------------------------------------------------------------
 
@@ -160,6 +166,7 @@ class Twins:
                 worst_at=None if line is None else line.at,
                 worst_module=None if line is None else line.path,
                 fitting=fitting,
+                needed=self._needed,
             )
         self.clear()
 
@@ -168,6 +175,7 @@ class Twins:
         self._layers.clear()
         self._activations.clear()
         self._worst = (0.0, "", None)
+        self._needed = 1.0
 
 
 def _plain(layers: Iterable[tuple[str, _Layer]]) -> list[LayerGradient]:
