@@ -18,6 +18,7 @@ from halfstep.events import (
     ExamplesSeen,
     Exchanged,
     Finding,
+    OrderPassed,
     ParametersMarked,
     ReplicaBackward,
     ReplicasMade,
@@ -28,7 +29,7 @@ NEEDED = frozenset(
     (
         *("Contribution", "GradientsCleared", "GradientsEdited", "Clipped", "ParametersChanged", "Unscaled"),
         *("ScaleUpdated", "ScalerMade", "OptimizerMade", "StateLoaded", "Attempt", "HalfUpdate"),
-        *("ReplicasMade", "ReplicaBackward", "Exchanged", "ExamplesSeen", "ParametersMarked"),
+        *("ReplicasMade", "ReplicaBackward", "Exchanged", "ExamplesSeen", "ParametersMarked", "OrderPassed"),
     )
 )
 _FACTS = 4096  # between two attempts
@@ -103,7 +104,8 @@ class CrossCheck:
 class Totals:
     """A rank at its end: contributions begun, attempts by optimizer, and the first of each.
 
-    ``fellows``: ranks its gradients met; ``sent``: it exchanged parameters after its first update.
+    ``fellows``: ranks its gradients met; ``sent``: it exchanged parameters after its first update; ``passes``: the last
+    contribution of each pass through its data.
     """
 
     contributions: int = 0
@@ -111,6 +113,7 @@ class Totals:
     firsts: dict[int, Update] = field(default_factory=dict)
     fellows: set[int] = field(default_factory=set)
     sent: bool = False
+    passes: set[int] = field(default_factory=set)
 
 
 class _Rank:
@@ -146,6 +149,8 @@ class _Rank:
                 case ParametersMarked():
                     for check in self._checks:
                         self.found.extend(check.marked(self.number, event, self._story))
+                case OrderPassed() if len(self.totals.passes) < _FACTS:
+                    self.totals.passes.add(event.micro)
                 case Contribution():
                     self.totals.contributions = max(self.totals.contributions, event.number)
                 case _:

@@ -81,7 +81,7 @@ def whole(parts: Sequence[Part]) -> Whole:
         found += _once(members)
     for world in (*worlds, *([part] for part in alone)):
         first = world[0]
-        notes += [f"rank {p.rank} after its record ends: it was killed" for p in world if not p.ended]
+        notes += [f"{_named(p)} after its record ends, cut short" for p in world if not p.ended]
         if len(world) > 1:
             streams = {p.rank: _needed(p.path) for p in world if p.rank is not None and p.path is not None}
             try:
@@ -157,6 +157,10 @@ def history(part: Part) -> History:
     for event in events(part.path) if part.path is not None else ():
         curve.see(event)
     return curve
+
+
+def _named(part: Part) -> str:
+    return "the run" if part.rank is None else f"rank {part.rank}"
 
 
 # -- several ranks -------------------------------------------------------------------------------------------------

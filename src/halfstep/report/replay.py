@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from halfstep.checks.judge import Judge, Summary
-from halfstep.events import Ended, Finding, Started
+from halfstep.checks.judge import Summary
+from halfstep.events import Finding
 from halfstep.record.history import History
-from halfstep.record.reader import events, ranks
+from halfstep.report.ranks import history, merged
 
 
 @dataclass(slots=True)
@@ -26,21 +25,9 @@ class Replay:
 
 
 def replay(folder: Path) -> Replay:
-    """Judge a record anew. Raises `halfstep.errors.RecordError` where there is none."""
-    files = ranks(folder)
-    judge, history = Judge(), History()
-    run = Replay(str(folder), (), judge.summary, history, {"record": str(folder), "ranks": str(len(files))})
-    for event in events(files[min(files)]):
-        judge.see(event)
-        history.see(event)
-        if isinstance(event, Started):
-            run.title = " ".join(event.argv) or run.title
-            run.facts["command"] = run.title
-            run.facts["began"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
-            run.facts["versions"] = ", ".join(f"{k} {v}" for k, v in event.versions.items())
-            run.facts["devices"] = ", ".join(event.devices)
-        elif isinstance(event, Ended):
-            run.code, run.by = event.code, event.by
-    judge.end()
-    run.findings, run.summary = judge.findings(), judge.summary
-    return run
+    """Judge a record anew, of one process or many. Raises `halfstep.errors.RecordError` where there is none."""
+    whole = merged(folder, anew=True)
+    main = whole.main or whole.parts[0]
+    facts = {"record": str(folder), "ranks": str(len(whole.parts)), **main.facts}
+    title = " ".join(main.argv) or str(folder)
+    return Replay(title, whole.findings, whole.summary, history(main), facts, main.code, main.by)

@@ -238,9 +238,14 @@ def written(operation: Operation) -> list[torch.Tensor]:
 
 def is_plain(tensor: Any) -> bool:
     """Whether this is a tensor whose storage may be asked for."""
-    return isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided and tensor.numel() > 0
+    return isinstance(tensor, torch.Tensor) and _has_storage(tensor) and tensor.numel() > 0
 
 
 def storage(tensor: torch.Tensor) -> int:
     """The address of a tensor's storage; 0 for one that has none."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    return tensor.untyped_storage().data_ptr() if _has_storage(tensor) else 0
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """A sharded tensor is a wrapper: its own storage is none."""
+    return tensor.layout is torch.strided and not hasattr(tensor, "placements")

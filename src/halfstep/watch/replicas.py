@@ -57,7 +57,6 @@ class Replicas:
         self._wrapped: dict[int, _Wrapped] = {}  # id(wrapper) -> what is known of it
         self._inside: dict[int, int] = {}  # id(module inside) -> id(wrapper)
         self._sharded: set[int] = set()
-        self._depth = 0
         self._told = 0
         self.together = False
 
@@ -69,7 +68,7 @@ class Replicas:
 
         patches.around(distributed_c10d, "init_process_group", None, self._after_group)
         patches.around(DistributedDataParallel, "__init__", None, self._after_wrap)
-        patches.around(torch.autograd, "backward", self._before_backward, self._after_backward, self._failed)
+        patches.around(torch.autograd, "backward", self._before_backward, self._after_backward)
         if self._called not in self._modules.entries:
             self._modules.entries.append(self._called)
         self._modules.inner[DistributedDataParallel] = self._called_inside
@@ -178,19 +177,14 @@ class Replicas:
     # -- backwards -----------------------------------------------------------------------------------------------
 
     def _before_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._depth += 1
-        if self._depth > 1 or not self.together:
+        if not self.together or torch._C._current_graph_task_id() != -1:
             return
         for known in self._living():
             bypassed = known.bypassed() if known.bypassed is not None and not known.forwards else None
             known.probes = [] if bypassed is None else [_state(p) for p in _some(bypassed.parameters())]
 
-    def _failed(self, token: Any, error: BaseException) -> None:
-        self._depth -= 1
-
     def _after_backward(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._depth -= 1
-        if self._depth or not self.together:
+        if not self.together or torch._C._current_graph_task_id() != -1:
             return
         for known in self._living():
             if known.forwards or known.probes:
@@ -279,7 +273,8 @@ def _some(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def _spread_over(module: torch.nn.Module) -> tuple[int, ...]:
     """The ranks that see other examples than this one; empty where it cannot be told."""
-    meshes = {id(m): m for p in module.parameters() if (m := getattr(p, "device_mesh", None)) is not None}
+    known = [m for p in module.parameters() if (m := getattr(p, "device_mesh", None)) is not None]
+    meshes = {(tuple(m.mesh.flatten().tolist()), m.mesh_dim_names): m for m in known}
     if not meshes:
         return tuple(range(torch.distributed.get_world_size()))
     mesh = next(iter(meshes.values()))
