@@ -34,7 +34,7 @@ from halfstep.events import (
 
 _MANY = 16  # contributions whose sum in BF16 is off by more than one contribution's own rounding
 _FEW = 64
-_REMEMBERED = 4096
+_REMEMBERED = 1024  # contributions whose fate or origin is remembered
 _PASSING = frozenset({"embedding_renorm_"})  # a layer's own bookkeeping on its weight
 
 

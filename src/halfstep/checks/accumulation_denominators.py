@@ -27,7 +27,7 @@ from halfstep.events import (
     OrderPassed,
 )
 
-_REMEMBERED = 4096  # contributions whose forwards are remembered
+_REMEMBERED = 1024  # contributions whose fate or origin is remembered
 _SLIGHT, _CLEAR = 0.05, 0.2  # relative deviation of an element's coefficient: worth a word, worth a warning
 _HABIT = 0.25  # share of groups below which a ragged micro-batch is the loader's last one
 
