@@ -83,12 +83,12 @@ class Autocasts:
         for region in reversed(self.stack):
             if region.device == device:
                 return region.half or "off"
-        on = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) in HALF
+        on = self.inside(device) and torch.get_autocast_dtype(device) in HALF
         return name_of(torch.get_autocast_dtype(device)) if on else "off"
 
     def inside(self, device: str) -> bool:
         """Whether this thread is inside an autocast region of this device type that is on."""
-        return torch.is_autocast_enabled(device)
+        return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
     def _after_init(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         region = args[0]

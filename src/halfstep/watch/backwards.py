@@ -15,6 +15,7 @@ from halfstep.watch.gradients import Gradients
 from halfstep.watch.halves import Halves
 from halfstep.watch.losses import Losses
 from halfstep.watch.patches import Patches
+from halfstep.watch.perthread import PerThread
 from halfstep.watch.place import route
 from halfstep.watch.scalers import Scalers
 from halfstep.watch.stream import Late
@@ -44,8 +45,8 @@ class Backwards:
         self._halves = halves
         self._underflow = Underflow(session)
         self._culprit = culprit
-        self._depth = 0
-        self._described: dict[str, Any] = {}  # what the running backward's loss was before its graph is gone
+
+    _described: PerThread[dict[str, Any]] = PerThread(dict)  # what the running backward's loss was while it had a graph
 
     def install(self, patches: Patches) -> None:
         patches.around(torch.autograd, "backward", self._before, self._after, self._failed)
@@ -53,26 +54,26 @@ class Backwards:
         self._underflow.install(patches)
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Weighing] | None:
-        self._depth += 1
-        if self._depth > 1:
+        if torch._C._current_graph_task_id() != -1:
             return None  # a recomputation inside a backward (reentrant checkpointing) is no contribution of its own
         self._gradients.reconcile()
         roots = _roots(args, kwargs)
         self._session.stream.micro += 1
+        number, way = self._session.stream.micro, route()
+        loss_at, divisions = self._losses.describe(roots[0], number, way) if roots else (None, ())
+        self._described = {"number": number, "route": way, "loss_at": loss_at, "divisions": divisions}
+        weighings = [weigh(root) for root in roots if root.numel() == 1 and root.grad_fn is not None]
         self._session.look.backward = True
-        way = route()
-        loss_at, divisions = self._losses.describe(roots[0], self._session.stream.micro, way) if roots else (None, ())
-        self._described = {"route": way, "loss_at": loss_at, "divisions": divisions}
-        return [weigh(root) for root in roots if root.numel() == 1 and root.grad_fn is not None]
+        return weighings
 
     def _failed(self, token: Any, error: BaseException) -> None:
-        self._depth -= 1
-        self._session.look.backward = self._depth > 0
-        for weighing in token or ():
+        if token is None:
+            return
+        self._session.look.backward = False
+        for weighing in token:
             weighing.remove()
 
     def _after(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._depth -= 1
         if token is None:
             return
         self._session.look.backward = False
@@ -88,7 +89,6 @@ class Backwards:
         draft = self._session.stream.emit(
             Contribution,
             at=self._session.place(),
-            number=self._session.stream.micro,
             optimizers={i: c.received for i, c in changes.items()},
             hooked=any(c.hooked for c in changes.values()),
             reached={i: c.reached for i, c in changes.items()},

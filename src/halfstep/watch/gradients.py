@@ -11,6 +11,7 @@ import torch
 from halfstep.events import Clipped, GradientsCleared, GradientsEdited, GradientsRead, ParametersChanged
 from halfstep.watch.ledger import Change
 from halfstep.watch.patches import Patches
+from halfstep.watch.perthread import PerThread
 from halfstep.watch.place import line_above
 from halfstep.watch.stream import Late, on_host
 
@@ -42,9 +43,7 @@ class Gradients:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._clipping = 0
         self._discarded = 0
-        self.busy = 0
         self.closures = 0  # optimizers that are running a closure
         self.moved = 0  # rises whenever gradients may have been made, replaced or removed
         self.carried: dict[int, Mark] = {}
@@ -52,6 +51,9 @@ class Gradients:
         self.parameters: Parameters | None = None  # has seen, while a look is open, which parameters were written
         self._shared: dict[int, tuple[tuple[int, int], dict[int, int]]] = {}
         self._spread: tuple[int, int] | None = None  # non-finite gradients of those whose norm was taken
+
+    _clipping = PerThread(int)
+    busy = PerThread(int)
 
     def install(self, patches: Patches) -> None:
         for owner in (torch.optim.Optimizer, torch.nn.Module):

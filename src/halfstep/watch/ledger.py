@@ -9,6 +9,7 @@ nor do writes through ``.data``; a look (see ``look``) sees those.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -38,11 +39,12 @@ class Change:
 
 
 class _Account:
-    __slots__ = ("grads", "ident", "ref", "values", "versions")
+    __slots__ = ("grads", "ident", "ref", "thread", "values", "versions")
 
     def __init__(self, optimizer: Optimizer, ident: int) -> None:
         self.ref = weakref.ref(optimizer)
         self.ident = ident
+        self.thread = threading.get_ident()  # the one that handled the optimizer last
         self.grads: dict[int, int] = {}  # id(parameter) -> id(gradient)
         self.versions: dict[int, int] = {}  # id(parameter) -> the gradient's version
         self.values: dict[int, int] = {}  # id(parameter) -> the parameter's own version
@@ -65,6 +67,7 @@ class Ledger:
     def __init__(self) -> None:
         self._accounts: dict[int, _Account] = {}  # id(optimizer) -> account
         self._numbers = itertools.count(1)
+        self._threads: set[int] = set()
 
     def ident(self, optimizer: Optimizer) -> int:
         """The optimizer's number in this run; a new one is entered with its gradients as they are now."""
@@ -73,6 +76,7 @@ class Ledger:
             account = _Account(optimizer, next(self._numbers))
             self._accounts[id(optimizer)] = account
             self._settle(account)
+        account.thread = threading.get_ident()
         return account.ident
 
     def newest(self) -> int:
@@ -90,11 +94,19 @@ class Ledger:
                 yield account.ident, optimizer
 
     def compare(self) -> dict[int, Change]:
-        """What changed since the last comparison, by optimizer number (only those where something did)."""
+        """What changed since the last comparison, by optimizer number (only those where something did).
+
+        Where several threads train, each is told of the optimizers that it handled last.
+        """
         changes: dict[int, Change] = {}
+        here = threading.get_ident()
+        self._threads.add(here)
+        several = len(self._threads) > 1
         for key, account in list(self._accounts.items()):
             if account.ref() is None:
                 del self._accounts[key]
+                continue
+            if several and account.thread != here:
                 continue
             change = self._settle(account)
             if change is not None:

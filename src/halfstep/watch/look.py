@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 BUDGET = 12_000  # operators seen before looks are limited to updates 2^k
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ELEMENTS = 1 << 16  # so many elements count as one operator more
 
 
@@ -96,7 +97,7 @@ class Look:
         self.watchers: list[Callable[[bool], None]] = []  # told when a look opens and when it closes
         self.spent = 0
         self.forbidden: str | None = None  # why no look is taken
-        self.backward = False
+        self._backward = False
         self._mode: _Mode | None = None
         self._updates = 0
         self._wanted = 0
@@ -118,10 +119,20 @@ class Look:
         return self._wanted > 0
 
     @property
+    def backward(self) -> bool:
+        """Whether the thread that is looked at is inside a backward."""
+        return self._backward
+
+    @backward.setter
+    def backward(self, value: bool) -> None:
+        if self._mode is None or self._mode.thread == threading.get_ident():
+            self._backward = value
+
+    @property
     def alone(self) -> bool:
         """Whether no other mode is on in this thread: no compiler traces, no tensors are fake."""
-        current = _get_current_dispatch_mode()
-        return current is None or current is self._mode
+        ours = self._mode is not None and self._mode.thread == threading.get_ident()
+        return torch._C._len_torch_dispatch_stack() == int(ours)
 
     def open(self) -> None:
         if self._mode is not None:
@@ -203,6 +214,11 @@ def _written(operation: Operation) -> list[torch.Tensor]:
     ]
 
 
+def _empty(tensor: torch.Tensor) -> bool:
+    """Whether there is no memory behind a tensor: on the meta device, zeros that forward differentiation assumes."""
+    return tensor.is_meta or tensor._is_zerotensor()
+
+
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, look: Look) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -217,7 +233,8 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.live or self.blind or any(t not in (torch.Tensor, torch.nn.Parameter) for t in types):
+        strange = any(t not in _PLAIN for t in types) or any(isinstance(a, torch.Tensor) and _empty(a) for a in args)
+        if not self.live or self.blind or strange:
             if func is _ITEM and not isinstance(args[0], torch.Tensor):
                 return args[0]  # a number that torch wrapped in a tensor (`loss / 4`) arrives here bare
             return func(*args, **kwargs)
@@ -228,12 +245,14 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operation.mutates:
             self._tell("before", operation)
             if operation.name.startswith("_foreach"):
-                versions = [(t, t._version) for t in _written(operation)]
+                versions = [(t, t._version) for t in _written(operation) if not t.is_inference()]
         operation.out = out = func(*args, **kwargs)
         for tensor, version in versions:
             if tensor._version == version:  # inside a mode, tensors of a list keep their counters; outside they rise
                 torch.autograd.graph.increment_version(tensor)
         if isinstance(out, torch.Tensor):
+            if type(out) not in _PLAIN or _empty(out):
+                return out  # nothing is computed: another mode makes fake tensors, say
             look.spent += out.numel() // _ELEMENTS
         self._tell("after", operation)
         return out
@@ -241,8 +260,9 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _tell(self, when: str, operation: Operation) -> None:
         self.live = False
         try:
-            for lens in self._look.lenses:
-                getattr(lens, when)(operation)
+            with self._look._session.patches.lock:
+                for lens in self._look.lenses:
+                    getattr(lens, when)(operation)
         except Exception as error:
             self._look._session.fault(f"looking {when} {operation.name}", error)
         finally:

@@ -7,6 +7,7 @@ statistics); parts that are frozen do not count, since evaluation mode is right 
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections import Counter
@@ -18,7 +19,7 @@ import torch
 from halfstep.events import ModuleCalled, ModuleSeen, Place
 from halfstep.launch import hide
 from halfstep.watch.autocasts import Autocasts
-from halfstep.watch.patches import Patches, uncompiled
+from halfstep.watch.patches import Patches, not_now, uncompiled
 
 if TYPE_CHECKING:
     from halfstep.watch.session import Session
@@ -48,8 +49,8 @@ class Modules:
 
         @functools.wraps(original)
         def call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not patches.live or getattr(local, "inside", False):
-                if type(module) in self.inner and patches.live and not torch.compiler.is_compiling():
+            if not_now() or not patches.live or getattr(local, "inside", False):
+                if type(module) in self.inner and patches.live and not not_now():
                     self._called_inside(module)
                 return original(module, *args, **kwargs)
             local.inside = True
@@ -210,7 +211,7 @@ def _modal(module: torch.nn.Module) -> str | None:
     dropout = getattr(module, "dropout", 0)
     if isinstance(module, (torch.nn.RNNBase, torch.nn.MultiheadAttention)) and isinstance(dropout, float) and dropout:
         return type(module).__name__
-    code = getattr(type(module).forward, "__code__", None)
+    code = getattr(inspect.getattr_static(type(module), "forward", None), "__code__", None)
     if not type(module).__module__.startswith("torch.") and code is not None and "training" in code.co_names:
         return type(module).__name__
     return None

@@ -12,6 +12,7 @@ from halfstep.events import Attempt, HalfUpdate, OptimizerMade, StateLoaded
 from halfstep.watch.gradients import Gradients
 from halfstep.watch.halves import Halves
 from halfstep.watch.patches import Patches, uncompiled
+from halfstep.watch.perthread import PerThread
 from halfstep.watch.place import made_at
 from halfstep.watch.scalers import Scalers, counts, rate
 from halfstep.watch.stream import Draft, Late
@@ -31,9 +32,10 @@ class Optimizers:
         self._halves = halves
         self._patches: Patches | None = None
         self._two_step: set[type] = set()
-        self._running: list[tuple[dict[str, Any], Draft | None]] = []  # fields, and the event unless it comes after
         self._attempts: Counter[int] = Counter()
         self._handles: list[Any] = []
+
+    _running: PerThread[list[tuple[dict[str, Any], Draft | None]]] = PerThread(list)  # fields, event if told by now
 
     def install(self, patches: Patches) -> None:
         self._patches = patches
@@ -97,7 +99,7 @@ class Optimizers:
             return
         self._gradients.busy += 1
         try:
-            with self._session.look.silent():
+            with self._session.patches.lock, self._session.look.silent():
                 self._note(optimizer, args, kwargs)
         except Exception as error:
             self._session.fault("before optimizer.step", error)
@@ -142,7 +144,7 @@ class Optimizers:
         else:
             self._gradients.busy = max(0, self._gradients.busy - 1)
         try:
-            with self._session.look.silent():
+            with self._session.patches.lock, self._session.look.silent():
                 self._gradients.settle()
                 if draft is None:
                     draft = self._session.stream.emit(Attempt, **{**fields, **counts(optimizer)})

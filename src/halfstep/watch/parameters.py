@@ -17,6 +17,7 @@ from halfstep.events import ParametersChanged, Place
 from halfstep.watch.gradients import Gradients
 from halfstep.watch.look import Operation
 from halfstep.watch.patches import Patches, uncompiled
+from halfstep.watch.perthread import PerThread
 from halfstep.watch.stream import Draft
 
 if TYPE_CHECKING:
@@ -40,12 +41,13 @@ class Parameters:
         self._session = session
         gradients.parameters = self
         self.witnesses: list[Witness] = []
-        self._running: list[tuple[weakref.ref[torch.optim.Optimizer], int, int]] = []
         self._attempts: dict[int, int] = {}
         self._handles: list[Any] = []
         self._owners: dict[int, tuple[int, int]] = {}  # address -> (optimizer, elements)
         self._stale = True
         self._writes: dict[tuple[Place | None, int], tuple[Draft, set[int]]] = {}  # since the last known call
+
+    _running: PerThread[list[tuple[weakref.ref[torch.optim.Optimizer], int, int]]] = PerThread(list)
 
     def install(self, patches: Patches) -> None:
         self._handles = [
@@ -99,7 +101,7 @@ class Parameters:
             self._tell("after", optimizer, ident, number)
 
     def _tell(self, when: str, optimizer: torch.optim.Optimizer, ident: int, number: int) -> None:
-        with self._session.look.silent():
+        with self._session.patches.lock, self._session.look.silent():
             for witness in self.witnesses:
                 try:
                     getattr(witness, when)(optimizer, ident, number)

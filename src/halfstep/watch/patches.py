@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -24,6 +25,11 @@ Failed = Callable[[Any, BaseException], None]
 
 _ABSENT = object()
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_now() -> bool:
+    """Whether what is called now is no call of the run's: a compiler traces it, a function transform maps it."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
 
 
 def uncompiled(function: _Function, inner: bool = True) -> _Function:
@@ -50,6 +56,7 @@ class Patches:
         self._silent = silent
         self._undo: list[tuple[Any, str, Any, Any]] = []
         self.live = False
+        self.lock = threading.RLock()  # one thread at a time observes
 
     def around(
         self,
@@ -66,7 +73,7 @@ class Patches:
 
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self.live:
+            if not_now() or not self.live:
                 return original(*args, **kwargs)
             token = self.observe(f"before {name}", before, args, kwargs) if before is not None else None
             try:
@@ -90,7 +97,7 @@ class Patches:
     def observe(self, name: str, observer: Callable[..., Any], *args: Any) -> Any:
         """Call an observer out of the look's sight; what fails in it is told and gives None."""
         try:
-            with self._silent():
+            with self.lock, self._silent():
                 return observer(*args)
         except Exception as error:
             self._fault(name, error)
@@ -117,3 +124,4 @@ class Patches:
 
 
 uncompiled(Patches.observe)
+uncompiled(not_now, inner=False)

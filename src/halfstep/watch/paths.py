@@ -14,7 +14,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from halfstep.events import Place
-from halfstep.watch.patches import Patches
+from halfstep.watch.patches import Patches, not_now
 from halfstep.watch.place import is_users
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Paths:
 
     def _before(self, module: torch.nn.Module, args: Any) -> None:
         stack = self._stack()
-        if not stack:
+        if not stack and not not_now() and self._session.look.alone:
             try:
                 with self._session.look.silent(), torch.no_grad():  # checkpointing counts what its forward saves
                     self._entered(module, args, sys._getframe(1))
@@ -126,7 +126,8 @@ def arguments(args: Any, kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch
 
 def _tensors(name: str, value: Any, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
-        yield name, value
+        if not value.is_meta:
+            yield name, value
     elif depth and isinstance(value, (list, tuple)):
         for index, inner in enumerate(value[:64]):
             yield from _tensors(f"{name}[{index}]", inner, depth - 1)

@@ -17,6 +17,7 @@ from halfstep.events import Attempt, Place, Refused, ScaleRead, ScalerMade, Scal
 from halfstep.watch.gradients import Gradients, Mark
 from halfstep.watch.halves import Halves
 from halfstep.watch.patches import Patches
+from halfstep.watch.perthread import PerThread
 from halfstep.watch.stream import Draft, Late
 
 if TYPE_CHECKING:
@@ -45,9 +46,10 @@ class Scalers:
         self._gradients = gradients
         self._halves = halves
         self._scales: dict[int, torch.Tensor] = {}
-        self._within: Counter[str] = Counter()
         self._reads: Counter[Place | None] = Counter()
-        self.attempts: list[Draft] = []  # attempts made inside the scaler.step that is running
+
+    _within: PerThread[Counter[str]] = PerThread(Counter)
+    attempts: PerThread[list[Draft]] = PerThread(list)  # made inside the scaler.step that is running
 
     @property
     def stepping(self) -> bool:

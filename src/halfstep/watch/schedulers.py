@@ -10,6 +10,7 @@ from torch.optim import lr_scheduler
 from halfstep.events import SchedulerMade, SchedulerStepped, StateLoaded
 from halfstep.watch.lengths import length, overrun
 from halfstep.watch.patches import Patches
+from halfstep.watch.perthread import PerThread
 from halfstep.watch.place import made_at
 from halfstep.watch.scalers import rate
 
@@ -24,8 +25,9 @@ def _kinds(base: type[Any]) -> set[type[Any]]:
 class Schedulers:
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._depth = 0
-        self._making = 0
+
+    _depth = PerThread(int)
+    _making = PerThread(int)
 
     def install(self, patches: Patches) -> None:
         base = lr_scheduler.LRScheduler

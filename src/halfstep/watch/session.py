@@ -234,8 +234,9 @@ class Session:
 
     def applied(self, draft_at: Place | None) -> None:
         """An update was attempted: release what gathered, and end the run when it has seen enough."""
-        self.look.update_ended()
-        self.stream.breathe()
+        with self.patches.lock:
+            self.look.update_ended()
+            self.stream.breathe()
         if self.limit is not None:
             self.stream.flush()
             if self.judge.summary.applied >= self.limit:
@@ -289,6 +290,16 @@ class Session:
 
     def _release_fault(self, event: Event, error: Exception) -> None:
         self.judge.broken(f"judging {type(event).__name__} {event.seq}", error)
+
+
+def _forked() -> None:
+    """In a forked child (a data loader's worker, say) nothing is watched, unless a session of its own begins there."""
+    if Session._active is not None:
+        Session._active.sleep()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def launched_as() -> tuple[int | None, int]:

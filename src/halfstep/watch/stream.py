@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from halfstep.events import Event, Fault, Place
 
@@ -70,17 +72,18 @@ class Stream:
         self._flushing = True
         try:
             drafts, self._drafts = self._drafts, []
-            late = [v for d in drafts for v in d.fields.values() if isinstance(v, Late)]
-            extra = [t for d in drafts for t in d.tensors]
-            numbers = iter(read([v.tensor for v in late] + extra))
+            late = [v for d in drafts for v in d.fields.values() if isinstance(v, Late) and has_value(v.tensor)]
+            whole = [d for d in drafts if all(map(has_value, d.tensors))]
+            numbers = iter(read([v.tensor for v in late] + [t for d in whole for t in d.tensors]))
             known = {id(v): v.then(next(numbers)) for v in late}
             for draft in drafts:
-                fields = {k: known[id(v)] if isinstance(v, Late) else v for k, v in draft.fields.items()}
+                fields = {k: known.get(id(v)) if isinstance(v, Late) else v for k, v in draft.fields.items()}
                 draft.fields = fields
+            ready = set(map(id, whole))
             for draft in drafts:
-                own = [next(numbers) for _ in draft.tensors]
+                own = [next(numbers) for _ in draft.tensors] if id(draft) in ready else []
                 try:
-                    if draft.finish is not None:
+                    if draft.finish is not None and id(draft) in ready:
                         draft.finish(draft.fields, own)
                     event = draft.kind(**draft.fields)
                 except Exception as error:  # a failure of ours must not reach the run
@@ -100,8 +103,22 @@ def on_host(tensor: torch.Tensor) -> float:
     return float(value)
 
 
+def has_value(tensor: torch.Tensor) -> bool:
+    """Whether there is a number to be read: not in fake or distributed tensors, nor inside a function transform."""
+    if type(tensor) is torch.Tensor:
+        return tensor.device.type != "meta" and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not isinstance(tensor, FakeTensor) and not is_traceable_wrapper_subclass(tensor)
+
+
 def read(tensors: Sequence[torch.Tensor]) -> list[float]:
     """The numbers of 0-dim tensors: one transfer a device, none of torch's per-scalar reads."""
+    if torch._C._len_torch_dispatch_stack():
+        with _disable_current_modes():  # one that makes tensors fake, say
+            return _read(tensors)
+    return _read(tensors)
+
+
+def _read(tensors: Sequence[torch.Tensor]) -> list[float]:
     out: list[float] = [0.0] * len(tensors)
     by_device: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):

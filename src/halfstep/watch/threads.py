@@ -37,7 +37,7 @@ class Threads:
         if self._autocasts.stack or not torch.is_grad_enabled() or threading.active_count() == 1:
             return
         first = next((p for p in module.parameters() if p.requires_grad), None)
-        if first is None or torch.is_autocast_enabled(first.device.type):
+        if first is None or self._autocasts.inside(first.device.type):
             return
         other = self._autocasts.elsewhere(first.device.type)
         if other is None:
