@@ -274,9 +274,9 @@ class Schedules(BaseCheck):
             return None
         if length >= 1.5 * steps:
             per_update = _near(steps, updates, 2)
-            if per_update and micro >= 1.5 * updates and _near(length, micro, size):
+            if per_update and micro >= 1.5 * updates and _covers(length, micro, size):
                 return f"its length counts the {micro} micro-batches"
-            if per_update and size > 1 and _near(length, size * steps, size):
+            if per_update and size > 1 and _covers(length, size * steps, size):
                 return f"its length is {size} (the micro-batches of an update) times too long"
             if (
                 per_update
@@ -317,6 +317,11 @@ class Schedules(BaseCheck):
             },
             fix=f"give it the number of calls it will get: {made.type} over {gets}",
         )
+
+
+def _covers(length: float, count: float, tail: float) -> bool:
+    """Whether a length was meant for ``count`` calls and the rest of a group: it is not shorter than what ran."""
+    return -_NEAR * count <= length - count <= max(tail, _NEAR * count)
 
 
 def _near(a: float, b: float, slack: float) -> bool:

@@ -11,7 +11,7 @@ from halfstep.events import ParametersMarked
 from halfstep.watch.parameters import Parameters
 from halfstep.watch.patches import Patches
 from halfstep.watch.replicas import Replicas
-from halfstep.watch.stream import Late
+from halfstep.watch.stream import Late, norms_of
 
 if TYPE_CHECKING:
     from halfstep.watch.session import Session
@@ -50,7 +50,7 @@ class Marks:
         with torch.no_grad():
             vector = self._vector(parameters[0].device)
             mark = torch.stack([_projected(p, vector) * math.cos(i) for i, p in enumerate(parameters)]).sum()
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parameters, 2, dtype=torch.float32)))
+            norm = torch.linalg.vector_norm(norms_of(parameters))
         self._session.stream.emit(
             ParametersMarked, optimizer=ident, update=number, mark=Late(mark), norm=Late(norm), at=self._session.place()
         )

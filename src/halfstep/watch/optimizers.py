@@ -15,7 +15,7 @@ from halfstep.watch.patches import Patches, uncompiled
 from halfstep.watch.perthread import PerThread
 from halfstep.watch.place import made_at
 from halfstep.watch.scalers import Scalers, counts, rate
-from halfstep.watch.stream import Draft, Late
+from halfstep.watch.stream import Draft, Late, norms_of
 
 if TYPE_CHECKING:
     from halfstep.watch.session import Session
@@ -177,6 +177,5 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     if not tensors or len({t.device for t in tensors}) > 1:
         return None
     with torch.no_grad():
-        norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.float() for n in norms]))
+        total: torch.Tensor = torch.linalg.vector_norm(norms_of(tensors))
     return total

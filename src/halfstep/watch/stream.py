@@ -95,6 +95,12 @@ class Stream:
             self._flushed = time.monotonic()
 
 
+def norms_of(tensors: list[torch.Tensor], order: float = 2.0) -> torch.Tensor:
+    """The norm of each tensor, computed in FP32, or in FP64 where one of them is: a float64 norm is not narrowed."""
+    wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    return torch.stack([n.to(wide) for n in torch._foreach_norm(tensors, order, dtype=wide)])
+
+
 def on_host(tensor: torch.Tensor) -> float:
     """The number in a one-element tensor that lies on the host: nothing is dispatched for it, nothing waited for."""
     value = tensor.tolist()
