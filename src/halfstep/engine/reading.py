@@ -26,6 +26,7 @@ _AT_THE_ROOT = {
 }
 _ELEMENTWISE = ("mse", "smooth_l1", "huber", "bce_with_logits")
 _ROUNDING = 1e-5
+_EVEN = 0.02  # elements that weigh the same, but for the rounding of BF16
 _SAME = 1e-3  # two denominators that agree to this are one
 
 
@@ -95,6 +96,13 @@ def _probe(loss: Tensor, places: list[Any]) -> Reading:
         weighing.remove()
     if weighing.opaque:
         return Reading(None, f"opaque: {weighing.opaque}")
+    uneven = next((term for term in terms if term.loss == "policy_gradient" or term.spread > _EVEN), None)
+    if uneven is not None:
+        return Reading(None, f"the elements of its {uneven.loss} do not weigh the same")
+    if len({term.loss for term in terms}) < len(terms):
+        return Reading(
+            None, f"{len(terms)} losses of one kind are averaged in it: how many may differ from one to the next"
+        )
     weights = []
     for term in terms:
         if term.supervised == 0:
