@@ -55,7 +55,7 @@ def diagnose(name: str) -> list[dict[str, Any]]:
         return [f for f in json.loads(out.read_text())["findings"] if f["severity"] != "info"]
 
 
-class _Caught(Exception):
+class _CaughtError(Exception):
     pass
 
 
@@ -71,7 +71,7 @@ def first_gradient(name: str) -> tuple[list[torch.Tensor], torch.nn.Module]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         grads.extend(p.grad.detach().clone() for p in parameters)
         owners.extend(parameters)
-        raise _Caught
+        raise _CaughtError
 
     made: list[torch.nn.Module] = []
     init = torch.nn.Module.__init__
@@ -84,7 +84,7 @@ def first_gradient(name: str) -> tuple[list[torch.Tensor], torch.nn.Module]:
     torch.nn.Module.__init__ = remember  # type: ignore[method-assign]
     try:
         module.main()
-    except _Caught:
+    except _CaughtError:
         pass
     finally:
         handle.remove()
