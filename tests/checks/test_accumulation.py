@@ -312,3 +312,17 @@ def test_what_checks_remember_is_bounded() -> None:
         return len(pickle.dumps(checks))
 
     assert remembered(1_600) < 1.1 * remembered(800)
+
+
+def test_what_was_seen_while_somebody_looked_holds_when_nobody_looks() -> None:
+    """Gradients divided and zeroed through `.data` change no version counter: a look alone can see it."""
+    run = Run()
+    for number in range(60):
+        for _ in range(4):
+            run.backward(share(1.0, 8))
+        if number < 5:
+            run.add(GradientsEdited(at=STEP, optimizers={1: 4}, operator="div_", factor=0.25))
+        run.update(clear=False)
+        if number < 5:
+            run.add(GradientsEdited(at=CLEAR, optimizers={1: 4}, operator="zero_", zeroed=True))
+    assert run.rules() == {}

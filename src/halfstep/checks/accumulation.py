@@ -126,7 +126,7 @@ class Accumulation(BaseCheck):
                 group.clears.append(_Clear(event.seq, event.at, live))
             group.nonfinite = None
             group.edited = False
-            self._habit(ident).cleared(event.seq, event.at)
+            self._habit(ident).cleared(event.seq, event.at, isinstance(event, GradientsEdited))
 
     def _contributed(self, ident: int, event: Contribution, story: Story) -> None:
         group = self._group(ident)
@@ -167,8 +167,9 @@ class Accumulation(BaseCheck):
             habit.attempted(update)
             return
         self._zero_grad(update, group, habit)
-        self._foreign(update, habit)
-        self._probed(update, group, habit)
+        if not habit.zeroes:
+            self._foreign(update, habit)
+            self._probed(update, group, habit)
         self._moved(update, group, habit)
         self._kept(update, habit)
         self._half(update, story, habit)

@@ -136,10 +136,13 @@ class _Habit:
         self._stepped = Evidence(least=6, share=0.9)
         self.sizes = Sizes()
         self._singles = 0
+        self._edits = False  # gradients of some group were edited by hand
 
     def judge(self, update: Update, strand: Strand, alone: bool, plain: bool) -> Iterator[Finding]:
-        main = strand.main
-        if main is None or not plain or strand.edited or not strand.weighed:
+        main, edited = strand.main, any(isinstance(event, GradientsEdited) for event in update.between)
+        unseen = self._edits and not edited  # what was edited when it was looked at is so when it is not
+        self._edits |= edited
+        if main is None or not plain or strand.edited or unseen or not strand.weighed:
             self.sizes.unjudged()
             return
         size, parts = strand.size, main.parts()

@@ -32,21 +32,24 @@ class Habit:
     skipped_since_clear: Attempt | None = None
     longest: int = 0
     uncleared: Finding | None = None
+    edits: bool = False  # edits gradients
+    zeroes: bool = False  # clears with operators, which are not seen when nobody looks
     stale: int = 0  # attempts on gradients of earlier ones
     told: int = 0
     last: Update | None = None
 
-    def cleared(self, seq: int, at: Place | None) -> None:
+    def cleared(self, seq: int, at: Place | None, by_hand: bool) -> None:
         self.clears = [*self.clears[-15:], (seq, at)]
         if self.since:
             self.periods = [*self.periods[-63:], len(self.since)]
             self.usual_clear = at
+        self.zeroes |= by_hand and self.last is not None
         self.since = []
         self.skipped_since_clear = None
 
     @property
     def never_clears(self) -> bool:
-        return not self.periods and any(u.applied for u in self.since)
+        return self.zeroes or (not self.periods and any(u.applied for u in self.since))
 
     def last_clear_before(self, seq: int) -> Place | None:
         return next((at for number, at in reversed(self.clears) if number < seq), None)
@@ -55,7 +58,8 @@ class Habit:
         if not update.live:
             return
         self.last = update
-        if any(isinstance(e, GradientsEdited) for e in update.between):
+        self.edits |= any(isinstance(e, GradientsEdited) for e in update.between)
+        if self.edits:
             self.since = []  # the script does something of its own with them
             return
         self.since = [*self.since[-63:], update]
@@ -94,7 +98,7 @@ class Habit:
         yield from self._tell_uncleared()
 
     def _tell_uncleared(self) -> Iterator[Finding]:
-        if self.uncleared is None or self.stale == self.told:
+        if self.uncleared is None or self.stale == self.told or self.zeroes:
             return
         divided = self._divided_by()
         found = self.uncleared if divided is None else self._stepped_early(self.uncleared, divided)
