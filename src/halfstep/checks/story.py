@@ -142,7 +142,8 @@ class Story:
             case ScalerMade():
                 scaler = self.scaler(event.scaler)
                 scaler.made, scaler.scale = event, event.scale
-                scaler.path.append((self.attempted, event.scale))
+                if event.enabled:
+                    scaler.path.append((self.attempted, event.scale))
             case SchedulerMade():
                 self.schedulers.setdefault(event.scheduler, SchedulerStory()).made = event
             case SchedulerStepped():
