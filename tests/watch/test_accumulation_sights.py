@@ -21,6 +21,7 @@ from halfstep.events import (
     HalfSums,
     LossRead,
     ModuleCalled,
+    OptimizerMade,
 )
 from halfstep.watch import Session
 
@@ -146,6 +147,21 @@ def test_a_state_handed_on_is_carried() -> None:
             state = state.detach()
 
     assert [c.carried for c in of(ModuleCalled, watched(unroll))] == [False, True, False]
+
+
+def test_an_optimizer_made_before_anybody_watched_is_known_from_the_first_backward() -> None:
+    net = nn.Linear(2, 1)
+    opt = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def work() -> None:
+        net(torch.randn(3, 2)).sum().backward()
+        opt.step()
+
+    events = watched(work)
+    (made,) = [e for e in of(OptimizerMade, events) if e.parameters == 2]
+    (contribution,) = of(Contribution, events)
+    assert (made.at, made.type) == (None, "SGD")
+    assert contribution.optimizers == {made.optimizer: 2}
 
 
 def test_clearing_by_hand_has_a_line(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from halfstep.events import Attempt, HalfUpdate, OptimizerMade, StateLoaded
+from halfstep.events import Attempt, HalfUpdate, OptimizerMade, Place, StateLoaded
 from halfstep.watch.gradients import Gradients
 from halfstep.watch.halves import Halves
 from halfstep.watch.patches import Patches, uncompiled
@@ -33,6 +34,7 @@ class Optimizers:
         self._patches: Patches | None = None
         self._two_step: set[type] = set()
         self._attempts: Counter[int] = Counter()
+        self._looked = False
         self._handles: list[Any] = []
 
     _running: PerThread[list[tuple[dict[str, Any], Draft | None]]] = PerThread(list)  # fields, event if told by now
@@ -42,6 +44,8 @@ class Optimizers:
         self._two_step.clear()
         patches.around(torch.optim.Optimizer, "__init__", None, self._after_init)
         patches.around(torch.optim.Optimizer, "load_state_dict", None, self._after_load)
+        patches.around(torch.autograd, "backward", self._find)
+        self._looked = False
         self._handles = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -52,8 +56,20 @@ class Optimizers:
             handle.remove()
         self._handles = []
 
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Optimizers made before anybody watched (in a notebook, around a call): looked for once, before a backward."""
+        if self._looked:
+            return
+        self._looked = True
+        kinds = _kinds(torch.optim.Optimizer)
+        for optimizer in [thing for thing in gc.get_objects() if type(thing) in kinds]:
+            if "_optimizer_step_pre_hooks" in vars(optimizer):  # a wrapper that only looks like one has none
+                self._made(optimizer, None)
+
     def _after_init(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        optimizer: torch.optim.Optimizer = args[0]
+        self._made(args[0], made_at(args[0]))
+
+    def _made(self, optimizer: torch.optim.Optimizer, at: Place | None) -> None:
         if self._session.ledger.knows(optimizer):
             return
         self._watch_halves(type(optimizer))
@@ -61,7 +77,7 @@ class Optimizers:
         options = optimizer.param_groups[0] if optimizer.param_groups else {}
         self._session.stream.emit(
             OptimizerMade,
-            at=made_at(optimizer),
+            at=at,
             optimizer=self._session.ledger.ident(optimizer),
             type=type(optimizer).__name__,
             parameters=len(parameters),
@@ -179,3 +195,7 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor | None:
     with torch.no_grad():
         total: torch.Tensor = torch.linalg.vector_norm(norms_of(tensors))
     return total
+
+
+def _kinds(base: type[Any]) -> set[type[Any]]:
+    return {base, *(kind for sub in base.__subclasses__() for kind in _kinds(sub))}
