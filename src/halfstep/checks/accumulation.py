@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from halfstep.checks.accumulation_evidence import recall
 from halfstep.checks.accumulation_habits import Habit, kept
 from halfstep.checks.accumulation_weights import is_driven, strands
 from halfstep.checks.registry import BaseCheck
@@ -78,10 +79,10 @@ class Accumulation(BaseCheck):
         self._told: dict[int, int] = {}  # optimizer -> the last NaN contribution told to be kept
 
     def _group(self, ident: int) -> _Group:
-        return self._groups.setdefault(ident, _Group())
+        return recall(self._groups, ident, _Group)
 
     def _habit(self, ident: int) -> Habit:
-        return self._habits.setdefault(ident, Habit())
+        return recall(self._habits, ident, Habit)
 
     # -- between attempts ----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from halfstep.checks.accumulation_evidence import Evidence
+from halfstep.checks.accumulation_evidence import Evidence, recall
 from halfstep.checks.accumulation_sizes import Sizes
 from halfstep.checks.accumulation_weights import Strand, Term, even, is_driven, near, strands
 from halfstep.checks.registry import BaseCheck
@@ -49,7 +49,7 @@ class Denominators(BaseCheck):
         self._plain_modules: set[int] = set()  # without parameters: losses, activations
         self._origin: dict[int, tuple[int, bool, bool]] = {}  # contribution -> forwards before it, carried, taken
         self._order: deque[int] = deque()
-        self._judged: dict[int, int] = {}  # route -> last contribution judged
+        self._judged: dict[tuple[int, int], bool] = {}  # first and last contribution of a group
         self._habits: dict[tuple[int, int], _Habit] = {}
         self._attempted: dict[int, set[int]] = {}  # optimizer -> routes of its updates
         self._passes: deque[int] = deque(maxlen=8)  # contributions begun when a loader had run through
@@ -88,17 +88,18 @@ class Denominators(BaseCheck):
             return
         found = strands(update)
         routes = {s.last.route for s in found}
-        self._attempted.setdefault(update.optimizer, set()).update(routes)
+        recall(self._attempted, update.optimizer, set).update(routes)
         if any(c.route in routes for c in update.erased):
             return  # part of this group was cleared: another rule's
         for strand in found:
-            if self._judged.get(strand.last.route) == strand.last.number:
+            first, last = strand.contributions[0].number, strand.last.number
+            if (first, last) in self._judged:
                 continue  # a second optimizer on the same contributions
-            self._judged[strand.last.route] = strand.last.number
+            recall(self._judged, (first, last), lambda: True)
             if self._ranks > 1 and _is_share_of_ranks(strand, self._ranks):
                 continue  # whether that is right, only all ranks together show
-            habit = self._habits.setdefault((update.optimizer, strand.last.route), _Habit(update.optimizer))
-            first, last = strand.contributions[0].number, strand.last.number
+            way = (update.optimizer, strand.last.route)
+            habit = recall(self._habits, way, lambda: _Habit(update.optimizer))
             habit.sizes.note(update, strand, any(first <= begun < last for begun in self._passes))
             yield from habit.judge(update, strand, alone=len(found) == 1, plain=self._is_plain(strand, update))
 
@@ -107,7 +108,7 @@ class Denominators(BaseCheck):
             others = {
                 ident
                 for ident, routes in self._attempted.items()
-                if ident != habit.optimizer and not routes & self._attempted[habit.optimizer]
+                if ident != habit.optimizer and not routes & self._attempted.get(habit.optimizer, set())
             }
             if not story.optimizer(habit.optimizer).is_idle:
                 yield from habit.end(rivals=bool(others))

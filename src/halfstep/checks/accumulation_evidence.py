@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from halfstep.events import Finding
+
+_MOST = 256  # optimizers, or ways to a backward, of which something is remembered
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def recall(memory: dict[Key, Value], key: Key, new: Callable[[], Value]) -> Value:
+    """What is remembered of ``key``, or something new; the oldest goes where there would be too many.
+
+    A script may make an optimizer for each of its thousands of tasks.
+    """
+    known = memory.get(key)
+    if known is None:
+        if len(memory) >= _MOST:
+            del memory[next(iter(memory))]
+        known = memory[key] = new()
+    return known
 
 
 @dataclass(slots=True)
