@@ -53,24 +53,33 @@ _NEAR = 6  # generations up in which the reason for a zero is looked for
 
 
 class Culprit:
-    def __init__(self, session: Session, gradients: Gradients) -> None:
+    """``only_culprits``: nothing is measured beside (see `trouble`)."""
+
+    def __init__(self, session: Session, gradients: Gradients, *, only_culprits: bool = False) -> None:
         self._session = session
         self.paths = Paths(session)
         self.provenance = Provenance(session, self.paths, gradients)
         self.silence = Silence(session, self.provenance)
         self.notes = Notes(session, self.provenance)
         self.twins = Twins(session, self.provenance)
-        self._others = (Positions(session, self.provenance), Totals(session, gradients, self.provenance))
+        others = (self.twins, Positions(session, self.provenance), Totals(session, gradients, self.provenance))
+        self._others = () if only_culprits else others
 
     def install(self, patches: Patches) -> None:
         if self.provenance in self._session.look.lenses:
             return
         self.paths.entries.append(self.provenance)
-        for part in (self.paths, self.provenance, self.silence, self.notes, self.twins, *self._others):
+        for part in (self.paths, self.provenance, self.silence, self.notes, *self._others):
             part.install(patches)
 
     def remove(self) -> None:
         self.paths.remove()
+
+    def forget(self) -> None:
+        """Nothing that was seen has to do with what comes."""
+        self.provenance.cut()
+        self.provenance.cut()
+        self.silence.clear()
 
     def line(self, node: Any) -> Place | None:
         """The line of the forward operator that this autograd node belongs to, where it was looked at."""
@@ -224,7 +233,7 @@ def sources(ends: Iterable[Origin]) -> list[Origin]:
         seen.add(id(origin))
         if not origin.bad:
             found[id(origin)] = origin
-            if _moved_only(origin):
+            if _moved_only(origin) and origin.name != "argument":
                 origin.facts["used_at"] = user.at
             continue
         causes: Sequence[Origin] = origin.bad

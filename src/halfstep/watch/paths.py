@@ -43,6 +43,10 @@ class Paths:
     def install(self, patches: Patches) -> None:
         self._session.look.watchers.append(self._turned)
 
+    def adopt(self, other: Paths) -> None:
+        """Share the names that the other one has found."""
+        self._names = other._names
+
     def _turned(self, opened: bool) -> None:
         if opened and not self._handles:
             self._running = threading.local()

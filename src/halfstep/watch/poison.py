@@ -48,8 +48,9 @@ class Poison:
         self._evaluations = 0
 
     def install(self, patches: Patches) -> None:
-        self._session.look.lenses.append(self)
-        self._modules.entries.append(self._called)
+        if self not in self._session.look.lenses:
+            self._session.look.lenses.append(self)
+            self._modules.entries.append(self._called)
 
     def remove(self) -> None:
         for root in list(self._trained):

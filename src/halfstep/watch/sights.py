@@ -13,6 +13,7 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.autocasts import Autocasts
     from halfstep.watch.averages import Averages
     from halfstep.watch.backwards import Backwards
+    from halfstep.watch.calls import Calls
     from halfstep.watch.casts import Casts
     from halfstep.watch.collectives import Collectives
     from halfstep.watch.compiled import Compiled
@@ -40,6 +41,7 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.states import States
     from halfstep.watch.statistics import Statistics
     from halfstep.watch.threads import Threads
+    from halfstep.watch.trouble import Trouble
 
     gradients = Gradients(session)
     halves = Halves(session)
@@ -49,6 +51,8 @@ def sights(session: Session) -> Sequence[Sight]:
     modules = Modules(session, autocasts)
     losses = Losses(session)
     culprit = Culprit(session, gradients)
+    poison = Poison(session, culprit.paths, culprit.provenance, modules)
+    calls = Calls(session, modules)
     replicas = Replicas(session, modules)
     loaders = Loaders(session)
     return (
@@ -61,7 +65,9 @@ def sights(session: Session) -> Sequence[Sight]:
         losses,
         Backwards(session, gradients, scalers, autocasts, losses, halves, culprit),
         culprit,
-        Poison(session, culprit.paths, culprit.provenance, modules),
+        poison,
+        calls,
+        Trouble(session, gradients, calls, culprit, poison),
         Schedulers(session),
         loaders,
         parameters,
