@@ -67,6 +67,7 @@ class Watched:
                 tell=Teller(lambda: None if self._session is None else self._session.rank),
                 limit=self._updates,
                 among_others=among is not None and (self._record is None or among.restart > 0),
+                meeting=self._folder,
             )
             self._session.start()
         except Exception as error:

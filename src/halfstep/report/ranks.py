@@ -88,8 +88,9 @@ def whole(parts: Sequence[Part]) -> Whole:
                 found += compare(streams, cross_checks())
             except Exception as error:
                 notes.append(f"ranks against each other: {type(error).__name__}: {error}")
-            if len(world) < first.world_size:
-                notes.append(f"{first.world_size - len(world)} ranks that left no record here")
+        lost = first.world_size - len(world) if first.rank is not None else 0
+        if lost > 0:
+            notes.append(f"{lost} rank{'s' if lost > 1 else ''} that left no record here")
         summaries.append(first.summary)
         if main is None or first.summary.attempted > main.summary.attempted:
             main = first

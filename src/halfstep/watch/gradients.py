@@ -13,7 +13,7 @@ from halfstep.watch.ledger import Change
 from halfstep.watch.patches import Patches
 from halfstep.watch.perthread import PerThread
 from halfstep.watch.place import line_above
-from halfstep.watch.stream import Late, on_host
+from halfstep.watch.stream import Late, norms_of, on_host
 
 if TYPE_CHECKING:
     from halfstep.watch.hands import Hands
@@ -139,7 +139,7 @@ class Gradients:
         if self._discarded > _DISCARDED and self._discarded % 16:
             return None
         with torch.no_grad():
-            total = torch.stack(torch._foreach_norm(grads, 1, dtype=torch.float32)).sum()
+            total = norms_of(grads, 1.0).sum()
         return Late(total, lambda n: not abs(n) < float("inf"))
 
     def _edited(self, ident: int, change: Change) -> None:
@@ -226,8 +226,8 @@ class Gradients:
         """A norm that is not finite, before clipping by it: how many gradients are so? On a CPU asking is free."""
         tensors = kwargs.get("tensors", args[0] if args else ())
         self._spread = None
-        if not isinstance(tensors, (list, tuple)) or not isinstance(result, torch.Tensor) or not result.is_cpu:
-            return
+        if not isinstance(tensors, (list, tuple)) or type(result) is not torch.Tensor or not result.is_cpu:
+            return  # a sharded norm is read by a collective only
         if not math.isfinite(on_host(result)):
             bad = sum(not bool(torch.isfinite(t).all()) for t in _tensors(tensors))
             self._spread = (bad, len(tensors))

@@ -40,7 +40,8 @@ class Session:
     silent: the outer one sees everything. ``record``: a directory to keep the events in (None: kept only in memory,
     judged and forgotten). ``tell``: called with each error finding as soon as it is certain. ``limit``: end the run,
     by `halfstep.launch.Enough`, after so many applied updates. ``among_others``: the process is one of several of a run
-    that keep their records together.
+    that keep their records together. ``meeting``: where to keep one from the moment that the process turns out to be a
+    rank of several, if it has none.
     """
 
     _active: Session | None = None
@@ -52,7 +53,9 @@ class Session:
         tell: Callable[[Finding], None] | None = None,
         limit: int | None = None,
         among_others: bool = False,
+        meeting: Path | None = None,
     ) -> None:
+        self._meeting = meeting
         self.rank, self.world_size = launched_as()
         self.where = ""  # how its ranks found each other
         self.judge = Judge(tell=tell)
@@ -146,6 +149,8 @@ class Session:
         """The process turned out to be a rank of a group."""
         if self._writer is not None and self.rank is None:
             self._writer.named(rank)
+        elif self._writer is None and self._meeting is not None and world_size > 1:
+            self._writer = RecordWriter(self._meeting, rank, among_others=True)
         self.rank, self.world_size, self.where = rank, world_size, where
 
     def __enter__(self) -> Session:
