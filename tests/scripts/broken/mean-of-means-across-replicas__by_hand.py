@@ -1,0 +1,38 @@
+"""Gradients averaged by hand; each rank's loss is a mean over a batch of a size of its own."""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+
+def average(model, world):
+    for p in model.parameters():
+        dist.all_reduce(p.grad, op=dist.ReduceOp.SUM)
+        p.grad /= world
+
+
+def train(rank, where):
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
+    world = dist.get_world_size()
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    torch.manual_seed(100 + rank)
+    size = 4 if rank else 12
+    for _ in range(3):
+        x = torch.randn(size, 4)
+        errors = (model(x) - x.sum(1, keepdim=True)) ** 2
+        loss = errors.mean()  # expect: mean-of-means-across-replicas
+        optimizer.zero_grad()
+        loss.backward()
+        average(model, world)
+        optimizer.step()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(train, (f"file://{folder}/ranks",), nprocs=2, start_method="fork")
