@@ -62,18 +62,25 @@ class Compiled:
         self._reading = True
         try:
             graphs, cache = importlib.import_module(_GRAPHS), importlib.import_module(_CACHE).AOTAutogradCache
-            lookup = cache._lookup
+            trace, lookup = graphs.aot_dispatch_autograd_graph, cache._lookup
         except (ImportError, AttributeError):
             return  # another torch: compiled backwards are not judged
-        self._patches.around(graphs, "aot_dispatch_autograd_graph", None, self._after_trace)
+        patches = self._patches
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            result = trace(*args, **kwargs)
+            if patches.live:
+                patches.observe("reading a compiled graph", self._read, result)
+            return result
 
         def fresh(*args: Any, **kwargs: Any) -> Any:
             # A graph from the cache is not traced, so nobody could read it: under autocast it is traced anew.
-            return None if _any_autocast() else lookup(*args, **kwargs)
+            return None if patches.live and _any_autocast() else lookup(*args, **kwargs)
 
-        self._patches.replace(cache, "_lookup", fresh)
+        patches.replace(graphs, "aot_dispatch_autograd_graph", traced)
+        patches.replace(cache, "_lookup", fresh)
 
-    def _after_trace(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _read(self, result: Any) -> None:
         graph = result[0] if isinstance(result, tuple) else result
         full: dict[int, Any] = {}  # sequence number -> forward operator in FP32
         half: list[tuple[Any, Any]] = []

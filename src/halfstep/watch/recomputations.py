@@ -8,12 +8,10 @@ call inside their own: its roots are what they computed again.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +23,8 @@ from halfstep.launch import hide
 from halfstep.watch.autocasts import Autocasts, Region, name_of
 from halfstep.watch.look import Operation
 from halfstep.watch.modules import Modules
+from halfstep.watch.passes import PRODUCTS, closure, is_plain, note, parted, recomputing_line
 from halfstep.watch.patches import Patches, uncompiled
-from halfstep.watch.place import is_users
 from halfstep.watch.samples import Sample, moved, random_states
 from halfstep.watch.stream import Late
 
@@ -35,10 +33,6 @@ if TYPE_CHECKING:
 
 _DENSE = 4  # contributions that are compared from the first on
 _TENSORS = 2048  # remembered of one forward
-_PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "convolution"))
-_PASSING = frozenset(
-    ("_to_copy", "detach", "view", "t", "alias", "clone", "transpose", "expand", "reshape", "_unsafe_view")
-)
 _OWN = ("torch._functorch", "torch._dynamo", "torch._inductor", "torch.distributed")
 
 
@@ -66,7 +60,7 @@ class First:
         self.drew: tuple[str, ...] = ()
         self.drew_at: Place | None = None
         self.preserves: bool | None = None
-        self.operators: list[str] = []  # that ran in it, where they were looked at
+        self.operators: list[tuple[str, str]] = []  # that ran in it, where they were looked at
         self.states: tuple[Any, ...] | None = random_states()
 
     def ended(self) -> None:
@@ -113,7 +107,7 @@ class _Backing:
         self.region: Region | None = None
         self.at: Place | None = None
         self.called = False
-        self.operators: list[str] = []
+        self.operators: list[tuple[str, str]] = []
 
     def repeats(self, first: First) -> bool:
         """Whether it ran what the forward ran: the same operators, as far as anybody looked; else a module at least.
@@ -122,8 +116,8 @@ class _Backing:
         """
         if not first.operators or not self.operators:
             return self.called
-        forward, again = first.operators, self.operators
-        if Counter(o for o in forward if o in _PRODUCTS) != Counter(o for o in again if o in _PRODUCTS):
+        forward, again = [o for o, _ in first.operators], [o for o, _ in self.operators]
+        if Counter(o for o in forward if o in PRODUCTS) != Counter(o for o in again if o in PRODUCTS):
             return False
         return any(forward[i : i + len(again)] == again for i in range(len(forward) - len(again) + 1))
 
@@ -176,7 +170,7 @@ class Recomputations:
             return
         hook, frame = args[0], args[1]
         first = First("checkpoint", self._session.place())
-        first.preserves = _closure(getattr(frame, "recompute_fn", None)).get("preserve_rng_state")
+        first.preserves = closure(getattr(frame, "recompute_fn", None)).get("preserve_rng_state")
         self._frames[frame] = self._hooks[hook] = first
         hook.pack_hook = self._packing(hook.pack_hook, lambda tensor: self._keep(first, tensor))
 
@@ -268,7 +262,7 @@ class Recomputations:
     def _applied(self, cls: Any, first: First, result: Any) -> None:
         try:
             first.ended()
-            outputs = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if _is_plain(t)]
+            outputs = [t for t in (result if isinstance(result, (tuple, list)) else (result,)) if is_plain(t)]
             node = next((t.grad_fn for t in outputs if t.grad_fn is not None), None)
             if getattr(node, "_forward_cls", None) is not cls:
                 return
@@ -300,7 +294,7 @@ class Recomputations:
     def _called(self, module: Any, args: Any, kwargs: Any, at: Place | None) -> None:
         backings = self._here.backings
         if backings and backings[-1].at is None:
-            backings[-1].at = _recomputing_line() or at
+            backings[-1].at = recomputing_line() or at
             backings[-1].called = True
 
     # -- around a backward ---------------------------------------------------------------------------------------
@@ -314,9 +308,10 @@ class Recomputations:
         first, backing.first = backing.first, None  # its first inner backward tells
         if first.by != "reentrant" and not backing.repeats(first):
             return
-        roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs", ()))
-        tensors = [roots] if isinstance(roots, torch.Tensor) else [t for t in roots if _is_plain(t)]
         again = Again(first)
+        again.dtypes = parted(first.operators, backing.operators)
+        roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs", ()))
+        tensors = [roots] if isinstance(roots, torch.Tensor) else [t for t in roots if is_plain(t)]
         if len(tensors) != len(first.samples):
             kept = [s for s in first.samples if any(s.shape == t.shape for t in tensors)]
             if len(kept) != len(tensors):
@@ -382,8 +377,7 @@ class Recomputations:
 
     # -- operators -----------------------------------------------------------------------------------------------
 
-    def before(self, operation: Operation) -> None:
-        pass
+    def before(self, operation: Operation) -> None: ...
 
     def after(self, operation: Operation) -> None:
         """What ran in first forwards and recomputations; random numbers from a generator of the script's own."""
@@ -391,49 +385,16 @@ class Recomputations:
         if here.running:
             own = operation.kwargs.get("generator") is not None
             for first in here.running:
-                _note(first.operators, operation.name)
+                note(first.operators, operation)
                 if own and first.drew_at is None:
                     first.drew += ("generator",)
                     first.drew_at = operation.at
         elif here.backings and here.backings[-1].first is not None and torch.is_grad_enabled():
             backing = here.backings[-1]
-            _note(backing.operators, operation.name)
+            note(backing.operators, operation)
             if backing.operators and backing.at is None:
-                backing.at = _recomputing_line()
+                backing.at = recomputing_line()
 
 
 for function in (Recomputations._look_at, Recomputations._applying, Recomputations._applied):
     uncompiled(function)
-
-
-def _note(operators: list[str], name: str) -> None:
-    if name not in _PASSING and len(operators) < _TENSORS:
-        operators.append(name)
-
-
-def _recomputing_line() -> Place | None:
-    """The line of the custom function's own backward that is running now, where it is the user's."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_name in ("backward", "vjp") and is_users(code):
-            return Place(code.co_filename, frame.f_lineno, code.co_qualname)
-        frame = frame.f_back
-    return None
-
-
-def _is_plain(value: Any) -> bool:
-    return type(value) in (torch.Tensor, torch.nn.Parameter)
-
-
-def _closure(function: Any) -> dict[str, Any]:
-    """The names a function has closed over, with their values."""
-    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
-    names: Sequence[str] = code.co_freevars if code is not None else ()
-    out: dict[str, Any] = {}
-    for name, cell in zip(names, cells or (), strict=False):
-        try:
-            out[name] = cell.cell_contents
-        except ValueError:
-            continue
-    return out

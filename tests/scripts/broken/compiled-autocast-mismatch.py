@@ -22,7 +22,7 @@ fast = torch.compile(model, backend="aot_eager")
 for _ in range(3):
     x = torch.randn(8, 6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = nn.functional.mse_loss(fast(x), x[:, :2])
+        loss = nn.functional.mse_loss(fast(x), x[:, :2])  # expect: compiled-autocast-mismatch
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
