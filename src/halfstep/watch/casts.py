@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,6 +83,7 @@ class _Copies:
     def __init__(self, region: int) -> None:
         self.region = region
         self.backwards = 0
+        self.before = 0  # sequence number at the backward before: what has a higher one was computed since
         self.seen: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}  # sequence number of the cast
 
 
@@ -165,15 +166,16 @@ class Casts:
         if copies is None or copies.region != region.ident:
             copies = self._here.copies = _Copies(region.ident)
         copies.backwards += 1
+        before, copies.before = copies.before, torch.autograd._get_sequence_nr()
         number = self._session.stream.micro + 1 if copies.backwards == 1 else copies.backwards
         if number > 8 and number & (number - 1):
             return
         flags: list[torch.Tensor] = []
-        for sequence, weight in _cast_weights([roots] if isinstance(roots, torch.Tensor) else roots):
+        for sequence, used, weight in _cast_weights([roots] if isinstance(roots, torch.Tensor) else roots):
             known = copies.seen.get(sequence)
             if known is None or known[0]() is not weight:
                 copies.seen[sequence] = (weakref.ref(weight), _sample(weight).clone())
-            elif len(flags) < _WEIGHTS:
+            elif used >= before and len(flags) < _WEIGHTS:
                 flags.append((known[1] != _sample(weight)).any())
         if flags and len({f.device for f in flags}) == 1:
             self._session.stream.emit(
@@ -274,20 +276,29 @@ class Casts:
             )
 
 
-def _cast_weights(roots: Any) -> Iterator[tuple[int, torch.Tensor]]:
-    """The leaves that the graph of these roots reaches through a cast: (the cast's sequence number, the leaf)."""
+def _cast_weights(roots: Any) -> list[tuple[int, int, torch.Tensor]]:
+    """The leaves that the graph of these roots reaches through a cast.
+
+    Each with the sequence number of the cast, and the highest one of an operator that used it.
+    """
     queue: list[Any] = [r.grad_fn for r in roots or () if isinstance(r, torch.Tensor) and r.grad_fn is not None]
     seen = set(queue)
+    casts: dict[Any, tuple[int, torch.Tensor]] = {}
+    used: dict[Any, int] = {}
     for node in queue:
-        inputs = [n for n, _ in node.next_functions if n is not None]
-        if len(inputs) == 1 and node.name().startswith("ToCopy"):
-            leaf = getattr(inputs[0], "variable", None)
+        for other, _ in node.next_functions:
+            if other is None:
+                continue
+            if other.name().startswith("ToCopy"):
+                used[other] = max(used.get(other, 0), node._sequence_nr())
+            leaf = getattr(other, "variable", None)
             if isinstance(leaf, torch.Tensor):
-                yield node._sequence_nr(), leaf
-        for other in inputs:
-            if other not in seen and len(queue) < _NODES:
+                if node.name().startswith("ToCopy"):
+                    casts[node] = (node._sequence_nr(), leaf)
+            elif other not in seen and len(queue) < _NODES:
                 seen.add(other)
                 queue.append(other)
+    return [(sequence, used.get(node, 0), leaf) for node, (sequence, leaf) in casts.items()]
 
 
 def _sample(weight: torch.Tensor) -> torch.Tensor:
