@@ -25,6 +25,7 @@ from halfstep.events import (
     GradientsCleared,
     GradientsEdited,
     ModuleCalled,
+    ParametersChanged,
     Place,
     Share,
 )
@@ -224,6 +225,30 @@ def test_a_clearing_of_some_parameters_is_none() -> None:
             run.add(GradientsCleared(at=CLEAR, optimizers={1: 1}, had=1))
         run.update()
     assert run.rules() == {}
+
+
+def test_clearing_is_judged_beside_changes_after_updates_and_scaled_gradients() -> None:
+    run = Run()
+    for _ in range(4):
+        for _ in range(4):
+            run.add(GradientsCleared(at=CLEAR, optimizers={1: 4}, had=4))
+            run.backward(share(0.25, 8), divisions=(4.0,))
+        run.add(GradientsEdited(at=STEP, optimizers={1: 4}, operator="mul_", factor=0.5))
+        run.update(clear=False)
+        run.add(ParametersChanged(at=STEP, optimizers={1: 4}, operator="clamp_"))
+    assert run.rules() == {"zero-grad-mid-group": 4}
+    run = Run()
+    for _ in range(6):
+        run.add(GradientsEdited(at=CLEAR, optimizers={1: 4}, operator="mul_", factor=0.9))
+        run.backward(share(1.0, 8))
+        run.update(clear=False)  # old gradients fade, as momentum does
+    assert run.rules() == {}
+    run = Run()
+    for _ in range(6):
+        run.backward(share(1.0, 8))
+        run.add(GradientsEdited(at=STEP, optimizers={1: 4}, operator="mul_", factor=0.5))
+        run.update(clear=False)
+    assert run.rules() == {"gradients-never-cleared": 5}
 
 
 def test_one_bad_update_is_no_habit() -> None:

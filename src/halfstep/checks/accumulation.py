@@ -54,7 +54,7 @@ class _Group:
     nonfinite: Place | None = None
     moved: ParametersChanged | None = None
     moves: list[tuple[Place | None, str | None]] = field(default_factory=list)
-    edited: bool = False  # after the last contribution
+    edited: bool = False  # by more than a factor, after the last contribution
     probes: list[Contribution] = field(default_factory=list)  # from forwards in evaluation mode
     halves: bool = False
 
@@ -73,9 +73,7 @@ class Accumulation(BaseCheck):
         self._groups: dict[int, _Group] = {}
         self._habits: dict[int, Habit] = {}
         self._used: OrderedDict[int, dict[int, int]] = OrderedDict()  # contribution -> optimizer -> seq of its attempt
-        self._modes: dict[
-            int, bool
-        ] = {}  # optimizer -> whether the last forward of its parameters was in training mode
+        self._modes: dict[int, bool] = {}  # optimizer -> whether its parameters' last forward was in training mode
         self._told: dict[int, int] = {}  # optimizer -> the last NaN contribution told to be kept
 
     def _group(self, ident: int) -> _Group:
@@ -90,7 +88,7 @@ class Accumulation(BaseCheck):
         match event:
             case GradientsCleared() | GradientsEdited(zeroed=True):
                 self._cleared(event, story)
-            case GradientsEdited():
+            case GradientsEdited(factor=None):
                 for ident in event.optimizers:
                     self._group(ident).edited = True
             case ModuleCalled(grad_enabled=True) if event.optimizers:
@@ -185,7 +183,8 @@ class Accumulation(BaseCheck):
 
     def _zero_grad(self, update: Update, group: _Group, habit: Habit) -> None:
         habit.zeroed.chance()
-        if group.edited or any(isinstance(e, ParametersChanged) for e in update.between):
+        began = update.contributions[0].seq if update.contributions else 0
+        if group.edited or any(isinstance(e, ParametersChanged) and e.seq > began for e in update.between):
             return  # taken out and put back by hand, or an ascent before the second half
         live, routes = update.live, {c.route for c in update.live}
         own: list[tuple[_Clear, int]] = []

@@ -32,7 +32,7 @@ class Habit:
     skipped_since_clear: Attempt | None = None
     longest: int = 0
     uncleared: Finding | None = None
-    edits: bool = False  # edits gradients
+    edits: bool = False  # gradients are set by hand, or old ones kept on purpose
     zeroes: bool = False  # clears with operators, which are not seen when nobody looks
     stale: int = 0  # attempts on gradients of earlier ones
     told: int = 0
@@ -58,9 +58,11 @@ class Habit:
         if not update.live:
             return
         self.last = update
-        self.edits |= any(isinstance(e, GradientsEdited) for e in update.between)
+        began = update.live[0].seq
+        edits = [e for e in update.between if isinstance(e, GradientsEdited)]
+        self.edits |= any(e.factor is None or e.seq < began for e in edits)
         if self.edits:
-            self.since = []  # the script does something of its own with them
+            self.since = []  # the script sets them itself, or keeps a part of the old ones on purpose
             return
         self.since = [*self.since[-63:], update]
         if update.attempt.outcome == "skipped" and self.skipped_since_clear is None:
