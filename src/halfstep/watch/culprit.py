@@ -101,7 +101,9 @@ class Culprit:
             bad = [o for o in ends if not o.finite]
             if not bad:
                 reached = "gradient"
-                bad = [o for o in map(self.provenance.of, gradients) if o is not None and not o.finite]
+                leaves = (v.grad for v in self.provenance.received.values() if v.grad is not None)
+                origins = map(self.provenance.of, [*gradients, *leaves])
+                bad = [o for o in origins if o is not None and not o.finite]
             if bad:
                 first = min(sources(bad), key=lambda o: o.number)
                 self._tell(first, reached, None if scale is None else float(scale))
@@ -152,7 +154,8 @@ class Culprit:
     def _reason(self, origin: Origin) -> tuple[str, Place | None, dict[str, Any]]:
         """Why this operator made it: the cause's name, the line to be named, and its numbers."""
         facts = origin.facts
-        if origin.number <= self.provenance.start or origin.name in ("leaf", "argument"):
+        put = _moved_only(origin) and not origin.grad and origin.path is None
+        if put or origin.number <= self.provenance.start or origin.name in ("leaf", "argument"):
             return self._from_before(origin)
         if "masked" in facts and origin.nan:
             return self._masked(origin)

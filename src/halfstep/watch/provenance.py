@@ -25,6 +25,7 @@ from halfstep.watch.ranges import HALF, MEASURED, Held, address, bounds, counted
 if TYPE_CHECKING:
     from halfstep.watch.session import Session
 
+ACCUMULATE = "torch::autograd::AccumulateGrad"
 _UNWRITTEN = frozenset(("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted"))
 _SOFTMAX = frozenset(("_softmax", "_log_softmax", "logsumexp"))
 _FILLS = frozenset(("fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"))
@@ -130,6 +131,7 @@ class Provenance:
         self._closely = 0
         self._reads = 0
         self.now: Origin | None = None
+        self.received: dict[int, torch.Tensor] = {}  # leaves that this backward gave a gradient, by id
         self.start = 0  # what bears a smaller number was made before the micro-batch before this one
 
     def install(self, patches: Patches) -> None:
@@ -156,6 +158,8 @@ class Provenance:
         self.now = None
         kind = kind_of(operation.func)
         node: Any = torch._C._current_autograd_node()
+        if node is not None and node.name() == ACCUMULATE:
+            self.received[id(node.variable)] = node.variable
         number = torch.autograd._get_sequence_nr()
         if number != self._sequence:
             self._note_line(operation, node, number)
@@ -345,6 +349,7 @@ class Provenance:
             origin.inputs = origin.bad = ()
         self.start = self._former[-1].number if self._former else self.start
         self._former, self._recent = self._recent, []
+        self.received.clear()
         self._closely = 0
         self.now = None
 

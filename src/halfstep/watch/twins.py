@@ -18,7 +18,7 @@ from halfstep.events import GradientsMeasured, LayerGradient
 from halfstep.watch.exact import Shadows, computed, kind_of
 from halfstep.watch.look import Operation
 from halfstep.watch.patches import Patches
-from halfstep.watch.provenance import Provenance
+from halfstep.watch.provenance import ACCUMULATE, Provenance
 from halfstep.watch.ranges import measurable
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ _WORK = 1 << 28  # multiplications of one product
 _FEW = 16  # elements below which a share says nothing
 _DEEPEST = -24  # exponent of FP16's smallest number
 _NORMAL = -14  # of its smallest normal one
-_ACCUMULATE = "torch::autograd::AccumulateGrad"
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm"))
 
 
@@ -69,7 +68,7 @@ class Twins:
     def before(self, operation: Operation) -> None:
         if operation.backward and self._due() and operation.name == "add_":
             node: Any = torch._C._current_autograd_node()
-            if node is not None and node.name() == _ACCUMULATE:
+            if node is not None and node.name() == ACCUMULATE:
                 self._arrived(node.variable, operation.args[1])
 
     def after(self, operation: Operation) -> None:
@@ -84,7 +83,7 @@ class Twins:
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return
-        if node.name() == _ACCUMULATE:
+        if node.name() == ACCUMULATE:
             if operation.name != "add_" and isinstance(operation.args[0], torch.Tensor):
                 self._arrived(node.variable, operation.args[0])
         elif half or any(self._shadows.of(t) is not None for t in operation.tensors()):
