@@ -83,8 +83,8 @@ def test_the_first_operator_is_named_with_module_line_and_numbers() -> None:
     (event,) = of(NonFinite, watched(work))
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "y = h * h" in text)
     assert (event.operator, event.phase, event.cause, event.reached) == ("mul", "forward", "operator", "loss")
-    assert event.at is not None and event.at.line == line
-    assert event.module is not None and event.module.startswith("net")
+    assert event.at.line == line
+    assert event.module.startswith("net")
     assert (event.value, event.dtype, event.limit) == ("inf", "float16", 65504.0)
     largest = net.inside["body"](torch.full((3, 4), 20.0)).abs().max().item()
     assert event.peak == pytest.approx(largest, rel=1e-3)
@@ -241,7 +241,7 @@ loss.float().backward()
             {"count": 1, "of": 12},
         ),
         (
-            "net = nn.Linear(2, 1)\nnet.bias.data.fill_(torch.nan)\nout = net(torch.ones(3, 2))\nout.mean().backward()\n",
+            "net = nn.Linear(2, 1)\nnet.bias.data.fill_(torch.nan)\nnet(torch.ones(3, 2)).mean().backward()\n",
             "parameter",
             None,
             {},

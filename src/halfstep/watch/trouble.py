@@ -23,6 +23,7 @@ from halfstep.watch.patches import Patches
 from halfstep.watch.place import is_users
 from halfstep.watch.poison import Poison
 from halfstep.watch.replay import replay
+from halfstep.watch.stream import has_value, on_host
 
 if TYPE_CHECKING:
     from halfstep.watch.session import Session
@@ -56,7 +57,7 @@ class Trouble:
         roots = kwargs.get("tensors", args[0] if args else ())
         root = roots if isinstance(roots, torch.Tensor) else next(iter(roots), None)
         if isinstance(root, torch.Tensor) and root.numel() == 1 and not self._session.look.is_open:
-            self._ask(root.detach(), lambda value: not math.isfinite(value))
+            self._ask(root, lambda value: not math.isfinite(value))
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         mark = next(iter(self._gradients.carried.values()), None)
@@ -72,8 +73,10 @@ class Trouble:
             self._ask(found, bool)
 
     def _ask(self, value: torch.Tensor, wrong: Callable[[float], bool]) -> None:
+        if not has_value(value):
+            return
         if value.is_cpu:
-            if wrong(float(value)):
+            if wrong(on_host(value)):
                 self._happened()
             return
         self._poll()
@@ -87,7 +90,7 @@ class Trouble:
         """What has arrived from the device by now."""
         while self._pending and self._pending[0][1].query():
             copy, _, wrong = self._pending.pop(0)
-            if wrong(float(copy)):
+            if wrong(on_host(copy)):
                 self._happened()
 
     # -- what is done --------------------------------------------------------------------------------------------
