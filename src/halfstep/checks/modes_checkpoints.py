@@ -94,8 +94,8 @@ class CheckpointsAgree(BaseCheck):
             why = f"{event.by} does not put the random state back"
             fix = "keep torch.get_rng_state() in forward and set it in backward; or use torch.utils.checkpoint"
         else:
-            why = "no random numbers were drawn: what it computes changes from call to call"
-            fix = "keep state that changes out of the checkpointed function"
+            why = "it holds what changes from call to call (a counter, a generator of another library)"
+            fix = "keep state that changes out of the checkpointed function: pass it in"
         return Finding(
             rule="checkpoint-changes-randomness",
             severity="error" if event.drew else "warning",

@@ -28,6 +28,7 @@ _OFF = ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")
 _GRAPHS = "torch._functorch._aot_autograd.graph_compile"
 _CACHE = "torch._functorch._aot_autograd.autograd_cache"
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward"))
+_WRITTEN = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv", "bilinear", "tensordot", "inner")
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -92,7 +93,7 @@ class Compiled:
             value = value[0] if isinstance(value, (list, tuple)) and value else value
             dtype = getattr(value, "dtype", None)
             if node.meta.get("partitioner_tag") != "is_backward":
-                if dtype is torch.float32:
+                if dtype is torch.float32 and _is_the_scripts(node):
                     full.setdefault(number, node)
             elif dtype in HALF and number in full:
                 half.append((node, full[number]))
@@ -126,6 +127,12 @@ def _is_compiled(thing: Any) -> bool:
         marks = thing.__dict__
         return "_torchdynamo_orig_callable" in marks and not marks.get("_torchdynamo_disable")
     return type(thing).__name__ == "OptimizedModule"
+
+
+def _is_the_scripts(node: Any) -> bool:
+    """Whether a product is what the script called, not what torch computes in FP32 inside attention and the like."""
+    sources = node.meta.get("source_fn_stack")
+    return not sources or str(sources[-1][0]).startswith(_WRITTEN)
 
 
 def _any_autocast() -> bool:
