@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from halfstep.events import Place
 from halfstep.watch.modules import Modules
@@ -25,6 +25,10 @@ _BYTES = 64 << 20
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice, range)
 
 
+class Opaque(Exception):  # noqa: N818
+    """An argument is an object of the script's own: it may hold a graph, or change."""
+
+
 class Call:
     """One call of a root module with gradients on.
 
@@ -33,36 +37,62 @@ class Call:
     """
 
     __slots__ = (
-        *("_leaves", "_spec", "_versions", "at", "autocast", "gradients"),
-        *("explained", "micro", "module", "needs", "random", "size", "training"),
+        *("_args", "_kwargs", "_kept", "at", "autocast", "explained", "gradients"),
+        *("micro", "module", "random", "size", "training"),
     )
 
-    def __init__(self, module: torch.nn.Module, leaves: list[Any], spec: Any, at: Place | None, micro: int) -> None:
+    def __init__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], at: Place | None, micro: int
+    ) -> None:
+        self._kept: list[
+            tuple[torch.Tensor, int, bool]
+        ] = []  # a tensor without its graph, its version, needs gradients
+        self.size = 0
+        self._args = self._keep(args)
+        self._kwargs = self._keep(kwargs) if kwargs else {}
         self.module = weakref.ref(module)
         self.training = module.training
         self.at = at
         self.micro = micro
-        self.needs = [isinstance(v, torch.Tensor) and v.requires_grad for v in leaves]
-        self._leaves = [v.detach() if isinstance(v, torch.Tensor) else v for v in leaves]
-        self._versions = [v._version if isinstance(v, torch.Tensor) and not v.is_inference() else 0 for v in leaves]
-        self._spec = spec
-        self.size = sum(v.nbytes for v in self._leaves if isinstance(v, torch.Tensor))
         self.random = random_state()
         self.autocast = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices()}
         self.gradients: dict[int, torch.Tensor] = {}
         self.explained = False
 
+    def _keep(self, value: Any) -> Any:
+        """The same structure with the number of each tensor in its place."""
+        if isinstance(value, torch.Tensor):
+            self._kept.append((value.detach(), 0 if value.is_inference() else value._version, value.requires_grad))
+            self.size += value.nbytes
+            return _Slot(len(self._kept) - 1)
+        if type(value) in (tuple, list):
+            return type(value)(map(self._keep, value))
+        if type(value) is dict:
+            return {k: self._keep(v) for k, v in value.items()}
+        if isinstance(value, _PLAIN):
+            return value
+        raise Opaque
+
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Arguments as they were, requiring gradients where they did; None where one was overwritten since."""
-        out = []
-        for value, version, needs in zip(self._leaves, self._versions, self.needs, strict=True):
-            if isinstance(value, torch.Tensor):
-                if not value.is_inference() and value._version != version:
-                    return None
-                value = value.detach().requires_grad_(needs)
-            out.append(value)
-        args, kwargs = tree_unflatten(out, self._spec)
-        return args, kwargs
+        if any(not t.is_inference() and t._version != version for t, version, _ in self._kept):
+            return None
+        tensors = [t.detach().requires_grad_(needs) for t, _, needs in self._kept]
+        return _filled(self._args, tensors), _filled(self._kwargs, tensors)
+
+
+class _Slot(int):
+    """Where a tensor stood."""
+
+
+def _filled(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if type(value) is _Slot:
+        return tensors[value]
+    if type(value) in (tuple, list):
+        return type(value)(_filled(v, tensors) for v in value)
+    if type(value) is dict:
+        return {k: _filled(v, tensors) for k, v in value.items()}
+    return value
 
 
 class Calls:
@@ -100,10 +130,10 @@ class Calls:
         if updates != self._updates:  # a new group
             late = any(v.device.type != "cpu" for v in module.parameters())
             self._updates, self._former, self._kept = updates, self._kept if late else [], []
-        leaves, spec = tree_flatten((args, kwargs))
-        if not all(isinstance(v, (torch.Tensor, *_PLAIN)) for v in leaves):
-            return  # an object of the script's own: it may hold a graph
-        call = Call(module, leaves, spec, at, self._session.stream.micro)
+        try:
+            call = Call(module, args, kwargs, at, self._session.stream.micro)
+        except Opaque:
+            return
         self._kept.append(call)
         while len(self._kept) > _CALLS or (len(self._kept) > 1 and sum(c.size for c in self._kept) > _BYTES):
             del self._kept[0]
