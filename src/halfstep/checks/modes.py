@@ -38,8 +38,8 @@ class AutocastAroundLoop(BaseCheck):
                 severity="error",
                 at=event.entered_at or event.at,
                 message=(
-                    f"one autocast region holds {event.backwards} backwards and updates between them: forward still "
-                    f"computed with {event.casts} half-precision copies of weights made before the update"
+                    f"forward computed with {event.casts} half-precision copies of weights that had changed since they "
+                    "were made: autocast keeps a copy until its outermost region ends, and the weights changed inside"
                 ),
                 evidence={"stale_copies": event.casts, "backwards_in_region": event.backwards},
                 fix="enter autocast anew for each forward: with torch.autocast(...): loss = criterion(model(x), y)",

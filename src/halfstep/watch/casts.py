@@ -1,29 +1,25 @@
-"""Casts of autocast: copies of weights gone stale, gradients computed in half, half input where it is off."""
+"""Where autocast's dtype is not what the script means: gradients of an FP32 forward, half input where it is off."""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.events import BackwardDowncast, HalfInOffRegion, Place, StaleCasts
+from halfstep.events import BackwardDowncast, HalfInOffRegion, Place
 from halfstep.watch.autocasts import HALF, Autocasts, Region, name_of
 from halfstep.watch.look import Operation
 from halfstep.watch.patches import Patches
-from halfstep.watch.stream import Late
 
 if TYPE_CHECKING:
     from halfstep.watch.session import Session
 
-_NODES = 50_000  # of a graph, looked through for casts of weights
-_WEIGHTS = 64  # whose copies are compared
-_ELEMENTS = 16  # of each
+_NODES = 50_000  # operators remembered, when no backward comes
 _TOLD = 4  # events of one kind for each line
-_PRODUCTS = frozenset(
+PRODUCTS = frozenset(
     (
         "mm",
         "bmm",
@@ -77,16 +73,6 @@ _DELICATE = frozenset(
 )  # operators for whose sake a region is switched off: they lose most in half precision
 
 
-class _Copies:
-    """Half-precision copies of weights met in one region: what each weight was when its copy was first seen."""
-
-    def __init__(self, region: int) -> None:
-        self.region = region
-        self.backwards = 0
-        self.before = 0  # sequence number at the backward before: what has a higher one was computed since
-        self.seen: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}  # sequence number of the cast
-
-
 class _Call:
     """A backward that was called inside a region that is on."""
 
@@ -107,7 +93,6 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.calls: list[_Call | None] = []
-        self.copies: _Copies | None = None
         self.lowered: set[int] = set()  # storages that the script itself cast to half where autocast is off
         self.full: set[int] = set()  # sequence numbers of forward products in FP32 where autocast was off
 
@@ -136,8 +121,6 @@ class Casts:
             call = _Call(stack[-1], bool(second))
         here.calls.append(call)
         here.lowered.clear()
-        if stack and len(here.calls) == 1:
-            self._look_for_stale(stack[0], args[0] if args else kwargs.get("tensors", kwargs.get("outputs")))
 
     def _failed(self, token: Any, error: BaseException) -> None:
         self._here.calls.pop()
@@ -158,36 +141,6 @@ class Casts:
             second=call.second,
         )
 
-    # -- copies of weights ---------------------------------------------------------------------------------------
-
-    def _look_for_stale(self, region: Region, roots: Any) -> None:
-        """The cache of copies lives until the outermost region is left: compare what its weights are by now."""
-        copies = self._here.copies
-        if copies is None or copies.region != region.ident:
-            copies = self._here.copies = _Copies(region.ident)
-        copies.backwards += 1
-        before, copies.before = copies.before, torch.autograd._get_sequence_nr()
-        number = self._session.stream.micro + 1 if copies.backwards == 1 else copies.backwards
-        if number > 8 and number & (number - 1):
-            return
-        flags: list[torch.Tensor] = []
-        for sequence, used, weight in _cast_weights([roots] if isinstance(roots, torch.Tensor) else roots):
-            known = copies.seen.get(sequence)
-            if known is None or known[0]() is not weight:
-                copies.seen[sequence] = (weakref.ref(weight), _sample(weight).clone())
-            elif used >= before and len(flags) < _WEIGHTS:
-                flags.append((known[1] != _sample(weight)).any())
-        if flags and len({f.device for f in flags}) == 1:
-            self._session.stream.emit(
-                StaleCasts,
-                at=self._session.place(),
-                region=region.ident,
-                entered_at=region.at,
-                casts=len(flags),
-                changed=Late(torch.stack(flags).any(), bool),
-                backwards=copies.backwards,
-            )
-
     # -- operators -----------------------------------------------------------------------------------------------
 
     def before(self, operation: Operation) -> None:
@@ -197,7 +150,7 @@ class Casts:
         stack = self._autocasts.stack
         node = torch._C._current_autograd_node()
         if node is None:
-            if operation.name in _PRODUCTS and not (stack and stack[-1].enabled):
+            if operation.name in PRODUCTS and not (stack and stack[-1].enabled):
                 self._note_full(operation.out)
             if len(stack) > 1 and not stack[-1].enabled:
                 self._in_off_region(operation, stack)
@@ -209,7 +162,7 @@ class Casts:
         full = self._here.full
         if isinstance(out, torch.Tensor) and out.dtype is torch.float32 and torch.is_grad_enabled():
             if len(full) > _NODES:
-                full.clear()  # no backward comes
+                full.clear()
             full.add(torch.autograd._get_sequence_nr() - 1)
 
     def _in_backward(self, operation: Operation, node: Any, stack: Sequence[Region]) -> None:
@@ -229,7 +182,7 @@ class Casts:
                     call.node = here
                     call.casts.clear()
                 call.casts.append(out)
-        elif operation.name in _PRODUCTS and call.casts:
+        elif operation.name in PRODUCTS and call.casts:
             cast = {_storage(t) for t in call.casts}
             factors = [t for t in operation.tensors() if t.is_floating_point()]
             if factors and all(_storage(t) in cast for t in factors) and self._was_full(node):
@@ -274,38 +227,6 @@ class Casts:
                 region=region.ident,
                 entered_at=region.at,
             )
-
-
-def _cast_weights(roots: Any) -> list[tuple[int, int, torch.Tensor]]:
-    """The leaves that the graph of these roots reaches through a cast.
-
-    Each with the sequence number of the cast, and the highest one of an operator that used it.
-    """
-    queue: list[Any] = [r.grad_fn for r in roots or () if isinstance(r, torch.Tensor) and r.grad_fn is not None]
-    seen = set(queue)
-    casts: dict[Any, tuple[int, torch.Tensor]] = {}
-    used: dict[Any, int] = {}
-    for node in queue:
-        for other, _ in node.next_functions:
-            if other is None:
-                continue
-            if other.name().startswith("ToCopy"):
-                used[other] = max(used.get(other, 0), node._sequence_nr())
-            leaf = getattr(other, "variable", None)
-            if isinstance(leaf, torch.Tensor):
-                if node.name().startswith("ToCopy"):
-                    casts[node] = (node._sequence_nr(), leaf)
-            elif other not in seen and len(queue) < _NODES:
-                seen.add(other)
-                queue.append(other)
-    return [(sequence, used.get(node, 0), leaf) for node, (sequence, leaf) in casts.items()]
-
-
-def _sample(weight: torch.Tensor) -> torch.Tensor:
-    """Some elements, spread evenly: a view where the memory is in one piece."""
-    weight = weight.detach()
-    flat = weight.view(-1) if weight.is_contiguous() else weight[(0,) * (weight.dim() - 1)]
-    return flat[:: max(1, flat.numel() // _ELEMENTS)]
 
 
 def _storage(tensor: torch.Tensor) -> int:

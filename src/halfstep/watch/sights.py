@@ -17,6 +17,7 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.casts import Casts
     from halfstep.watch.collectives import Collectives
     from halfstep.watch.compiled import Compiled
+    from halfstep.watch.copies import Copies
     from halfstep.watch.culprit import Culprit
     from halfstep.watch.examples import Examples
     from halfstep.watch.failures import Failures
@@ -80,6 +81,7 @@ def sights(session: Session) -> Sequence[Sight]:
         autocasts,
         Casts(session, autocasts),
         modules,
+        Copies(session, autocasts, modules),
         Threads(session, autocasts, modules),
         Recomputations(session, autocasts, modules),
         Failures(session),
