@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from halfstep.engine.account import Account, report
+from halfstep.engine.account import Account
 from halfstep.engine.binding import Binding
 from halfstep.engine.bindings import Bindings
 from halfstep.engine.check import Check
@@ -25,10 +25,11 @@ from halfstep.engine.order import Order
 from halfstep.engine.position import Position
 from halfstep.engine.precision import Precision
 from halfstep.engine.quick import contribute_quickly
+from halfstep.engine.records import Records
 from halfstep.engine.replicas import Replicas, resolve
 from halfstep.engine.scale import LossScale
 from halfstep.engine.schedule import Schedule, schedulers_of
-from halfstep.engine.state import in_words, load, policy, save
+from halfstep.engine.state import load, save
 from halfstep.engine.update import Update
 from halfstep.engine.updater import ON_NONFINITE, Updater
 from halfstep.engine.verification import Verification
@@ -37,7 +38,7 @@ from halfstep.errors import MisuseError, PolicyError
 Batch = TypeVar("Batch")
 
 
-class MixedPrecisionManager:
+class MixedPrecisionManager(Records):
     """Performs every optimizer update exactly: autocast, loss scale, accumulation, unscale, clip, update, schedule.
 
     ``activated``       False: the same verbs on a plain FP32 loop
@@ -78,6 +79,7 @@ class MixedPrecisionManager:
         monitor: bool = True,
         record: Sink | str | os.PathLike[str] | None = None,
     ) -> None:
+        self._settings = {name: value for name, value in locals().items() if name != "self"}
         if isinstance(activated, (str, torch.device, torch.dtype)):
             raise PolicyError(
                 f"activated={activated!r}: the first argument switches mixed precision on or off",
@@ -129,6 +131,7 @@ class MixedPrecisionManager:
         self._islands: list[Islands] = []
         self._checks: deque[Check] = deque(maxlen=1000)
         self._sources: dict[str, int] = {}
+        self._built = frozenset(vars(self)) | {"_built"}
 
     # --- the forward ---
 
@@ -331,46 +334,6 @@ class MixedPrecisionManager:
             )
         self._updater.settle()
         self.scaler.set(float(value), self._account.attempted)
-
-    @property
-    def scale_history(self) -> list[dict[str, Any]]:
-        """Every move of the loss scale: {"update": attempted updates then, "scale": from there on, "why"}."""
-        self._updater.settle()
-        return [dict(entry) for entry in self.scaler.history]
-
-    @property
-    def norm_percentiles(self) -> dict[str, float] | None:
-        """Percentiles (p10, p50, p90, p95, p99) of the gradient norm over the last 1000 applied updates."""
-        self._updater.settle()
-        return self._journal.percentiles()
-
-    @property
-    def suggested_max_norm(self) -> float | None:
-        """The 90th percentile of those norms: a threshold that clips one update in ten. None before ten of them."""
-        self._updater.settle()
-        return self._journal.suggestion()
-
-    def log(self, **metrics: Any) -> None:
-        """Keep the user's own metrics against the number of applied updates; tensors of one element are read."""
-        self._updater.settle()
-        self._journal.log(self._account.applied, metrics)
-
-    def accept(self, reason: str) -> None:
-        """A person's word that this run is accepted, with a reason: the record's last status."""
-        self._account.accept(reason)
-
-    def report(self) -> dict[str, Any]:
-        """The final record, plain and JSON-able: see ``halfstep.report.run_page`` for a page of it."""
-        self._updater.settle()
-        return report(self)
-
-    def policy(self) -> dict[str, Any]:
-        """Every setting in force, defaults included."""
-        self._updater.settle()
-        return policy(self)
-
-    def __repr__(self) -> str:
-        return f"MixedPrecisionManager({in_words(policy(self))})"
 
     def state_dict(self, *, random_state: bool = False) -> dict[str, Any]:
         """Everything a new process needs to continue bit for bit, at an update boundary.
