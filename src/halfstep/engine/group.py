@@ -282,6 +282,11 @@ class Groups(Generic[Batch]):
 def _function(rule: Weigher | str | int | None) -> Weigher | None:
     if rule is None or callable(rule):
         return rule
+    @property
+    def epoch(self) -> int:
+        """The number of this pass over the loader, from 0, over resumed runs too: for ``sampler.set_epoch``."""
+        return self._manager._position.epoch_of(self._iterator is not None)
+
     if isinstance(rule, (str, int)) and not isinstance(rule, bool):
         return lambda batch: pick(batch, rule)
     raise PolicyError(f"{rule!r} is no function of a micro-batch", 'a function, a key, or None; tokens("labels")')

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from halfstep.engine.late import host
@@ -41,26 +41,33 @@ Sink = Callable[[dict[str, Any]], None]
 
 
 class Lines:
-    """A sink: ``journal.jsonl`` in a directory, appended to, on disk within two seconds."""
+    """A sink: ``journal.jsonl`` in a directory, ``journal-rank3.jsonl`` where this process is rank 3; appended to.
+
+    Each row is one write to the operating system, made when it comes: what is on disk when the process is killed is
+    whole up to the last update whose outcome is known. (A machine that loses power may lose the last seconds.)
+    """
 
     def __init__(self, folder: Path) -> None:
+        number = rank()
+        self.path = folder / (f"journal-rank{number}.jsonl" if number else "journal.jsonl")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(folder / "journal.jsonl", "a", encoding="utf-8")  # noqa: SIM115 - open for the run's life
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open for the run's life
         except OSError as error:
             raise RecordError(
                 f"cannot write a journal in {folder}: {error}", "name a folder that can be written"
             ) from error
-        self._flushed = time.monotonic()
 
     def __call__(self, row: dict[str, Any]) -> None:
-        self._file.write(json.dumps(plain(row), default=str) + "\n")
-        if time.monotonic() - self._flushed > 2.0:
-            self.flush()
+        self._file.write((json.dumps(plain(row), default=str) + "\n").encode())
 
-    def flush(self) -> None:
-        self._file.flush()
-        self._flushed = time.monotonic()
+
+def rank() -> int:
+    """This process's rank among those that a launcher started; 0 where it is alone."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    value = os.environ.get("RANK", "")
+    return int(value) if value.isdigit() and "WORLD_SIZE" in os.environ else 0
 
 
 def sink_of(record: Sink | str | os.PathLike[str] | None) -> Sink | None:
@@ -140,6 +147,11 @@ class Journal:
 
     def window(self) -> list[float]:
         return list(self._norms)
+
+    def resumed(self, attempted_updates: int, applied_updates: int) -> None:
+        """A state was loaded: of the rows before this one, those of later updates are of an attempt that was lost."""
+        if self.sink is not None:
+            self.sink({"kind": "resumed", "attempted_updates": attempted_updates, "applied_updates": applied_updates})
 
     def load_window(self, norms: list[float]) -> None:
         self._norms = deque(norms, maxlen=WINDOW)

@@ -57,6 +57,11 @@ class Position:
             _restore(loader, resume["now"])
         return iterator, taken
 
+    def epoch_of(self, begun: bool) -> int:
+        """The epoch under way, or the one that ``begin`` would begin: a pass that was left early is over then."""
+        left_early = not begun and self._resume is None and self.micro_batches > 0
+        return self.epoch + left_early
+
     def end(self) -> None:
         self.epoch += 1
         self.micro_batches = 0
