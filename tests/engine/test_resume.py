@@ -189,3 +189,101 @@ def test_an_epoch_left_early_is_over() -> None:
     assert manager.report()["position"] == {"epoch": 0, "micro_batches": 1}
     assert sum(1 for _ in iterate(manager, data, model, optimizer)) == 5
     assert manager.report()["position"] == {"epoch": 2, "micro_batches": 0}
+
+
+def placed(m: int, size: int) -> dict[str, Any]:
+    """A run whose loader can be split differently: 20 examples in an order of their own generator."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    data = TensorDataset(torch.arange(80.0).view(20, 4) / 80, torch.arange(20) % 3)
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=0.05, fused=True),
+        "manager": MixedPrecisionManager(precision="fp32"),
+        "loader": DataLoader(data, m, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        "size": size,
+    }
+
+
+def seen(run: dict[str, Any], updates: int) -> list[list[float]]:
+    """The first feature of every example of the next updates."""
+    found: list[list[float]] = []
+    while len(found) < updates:
+        for group in run["manager"].groups(run["loader"], run["size"]):
+            found.append([])
+            for x, y in group:
+                found[-1] += x[:, 0].tolist()
+                run["manager"].backward(F.cross_entropy(run["model"](x), y))
+            run["manager"].step(run["model"], run["optimizer"])
+            if len(found) == updates:
+                break
+    return found
+
+
+@pytest.mark.parametrize(("m", "size"), [(1, 6), (3, 2), (6, 1)])
+@pytest.mark.parametrize("stop", [2, 4, 5])
+def test_another_split_goes_on_with_the_same_examples(m: int, size: int, stop: int) -> None:
+    """6 examples an update, the last of an epoch 2: mid-epoch, at its end, and in the next one."""
+    whole = placed(2, 3)
+    expected = seen(whole, 9)
+    first = placed(2, 3)
+    seen(first, stop)
+    again = placed(m, size)
+    for name in ("model", "optimizer", "manager"):
+        again[name].load_state_dict(first[name].state_dict())
+    assert seen(again, 9 - stop) == expected[stop:]
+    for p, q in zip(whole["model"].parameters(), again["model"].parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
+
+
+def test_a_split_that_cannot_reach_the_place_is_refused() -> None:
+    run = placed(2, 3)
+    seen(run, 1)
+    state = run["manager"].state_dict()
+    for m, size, words in [(4, 2, "reach 8, not 6"), (3, 3, "6 examples, those the loader gives now have 9")]:
+        again = placed(m, size)
+        again["manager"].load_state_dict(state)
+        with pytest.raises(PolicyError, match=words):
+            next(again["manager"].groups(again["loader"], size))
+
+
+def test_the_epoch_is_told_before_it_begins() -> None:
+    run = placed(2, 3)
+    manager, loader = run["manager"], run["loader"]
+    assert manager.groups(loader, 3).epoch == 0
+    seen(run, 5)
+    assert manager.groups(loader, 3).epoch == 2  # the second pass was left early: a new one is a new epoch
+    again = placed(2, 3)
+    again["manager"].load_state_dict(manager.state_dict())
+    groups = again["manager"].groups(loader, 3)
+    assert groups.epoch == 1  # a resumed one goes on
+    next(groups)
+    assert groups.epoch == 1
+
+
+def test_the_state_has_the_same_leaves_at_any_time() -> None:
+    """What is loaded into a template (torch.distributed.checkpoint) finds every key of what was saved."""
+
+    def leaves(state: Any, path: str = "") -> set[str]:
+        if isinstance(state, dict):
+            return {leaf for key, value in state.items() for leaf in leaves(value, f"{path}.{key}")}
+        assert not (isinstance(state, list) and any(isinstance(item, (dict, list, torch.Tensor)) for item in state))
+        return {path}
+
+    run = build("own generator")
+    before = leaves(run["manager"].state_dict(random_state=True))
+    train(run, 6)
+    assert leaves(run["manager"].state_dict(random_state=True)) == before
+
+
+def test_random_numbers_of_another_rank_are_not_put_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = MixedPrecisionManager(precision="fp32").state_dict(random_state=True)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    manager = MixedPrecisionManager(precision="fp32")
+    manager.load_state_dict(state)
+    assert torch.equal(torch.get_rng_state(), before)
+    (note,) = manager.report()["notes"]
+    assert "saved by rank 0 and loaded on rank 1" in note["message"]

@@ -220,7 +220,7 @@ class Groups(Generic[Batch]):
         if self._ended:
             self._finish()
         if self._iterator is None:
-            self._iterator, taken = manager._position.begin(self._loader)
+            self._iterator, taken = manager._position.begin(self._loader, self._size, manager.replicas.degree)
             self._index = taken // self._size
         batches: list[Batch] = []
         while len(batches) < self._size:
@@ -273,6 +273,11 @@ class Groups(Generic[Batch]):
             ids=None if self._ids is None else [i for batch in batches for i in _list(self._ids(batch))],
         )
 
+    @property
+    def epoch(self) -> int:
+        """The number of this pass over the loader, from 0, over resumed runs too: for ``sampler.set_epoch``."""
+        return self._manager._position.epoch_of(self._iterator is not None)
+
     def __len__(self) -> int:
         """Groups in an epoch, where the loader knows its length."""
         count = len(self._loader)  # type: ignore[arg-type]
@@ -282,11 +287,6 @@ class Groups(Generic[Batch]):
 def _function(rule: Weigher | str | int | None) -> Weigher | None:
     if rule is None or callable(rule):
         return rule
-    @property
-    def epoch(self) -> int:
-        """The number of this pass over the loader, from 0, over resumed runs too: for ``sampler.set_epoch``."""
-        return self._manager._position.epoch_of(self._iterator is not None)
-
     if isinstance(rule, (str, int)) and not isinstance(rule, bool):
         return lambda batch: pick(batch, rule)
     raise PolicyError(f"{rule!r} is no function of a micro-batch", 'a function, a key, or None; tokens("labels")')

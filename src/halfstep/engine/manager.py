@@ -353,6 +353,7 @@ class MixedPrecisionManager(Records):
         """
         self._updater.settle()
         load(self, state, position)
+        self._journal.resumed(self._account.attempted, self._account.applied)
         self._schedule.forget()
         self._contributor.weigh = _is_power_of_two(self._account.attempted + 1)
 

@@ -127,7 +127,7 @@ class Order:
                 self.account.last_group(
                     kept=True, micro_batches=len(group), size=group.size, examples=group.examples, ids=group.ids
                 )
-            self.position.micro_batches += len(group)
+            self.position.used(len(group), group.examples)
             self.leave()
 
     def drop(self) -> None:

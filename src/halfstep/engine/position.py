@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from halfstep.engine.group import examples_of
 from halfstep.errors import PolicyError
 
 
@@ -23,39 +24,101 @@ class Position:
     def __init__(self) -> None:
         self.epoch = 0
         self.micro_batches = 0
+        self.examples: int | None = 0
+        """Of those micro-batches, on this replica; None where their sizes are not known."""
+        self.size = 0
+        """Micro-batches of a full group."""
+        self.degree = 1
+        """Replicas that share the epoch."""
         self.exhausted = False
         """Whether the loader has said that it is at its end: samplers draw once more then."""
         self._start: dict[str, Any] | None = None
         self._loader: Any = None
         self._resume: dict[str, Any] | None = None
 
-    def begin(self, loader: Iterable[Any]) -> tuple[Iterator[Any], int]:
+    def begin(self, loader: Iterable[Any], size: int, degree: int) -> tuple[Iterator[Any], int]:
         """Begin an epoch, or go on with the one that was loaded: (iterator, micro-batches already used)."""
         resume, self._resume = self._resume, None
         if resume is None and self.micro_batches:
             self.end()  # the last pass was left early; a new one is a new epoch
-        taken = self.micro_batches
+        before, (self.size, self.degree) = (self.size, self.degree), (size, degree)
         self._loader = loader
         if resume is None or _resumes_itself(loader):
             self._start = _state_of(loader)
-            return iter(loader), taken
-        if taken:
+            return iter(loader), self.micro_batches
+        if self.micro_batches:
             _restore(loader, resume["start"])
         else:
             _restore(loader, resume["now"])
         self._start = _state_of(loader)
         iterator = iter(loader)
-        for drawn in range(taken):
-            if next(iterator, self) is self:
-                raise PolicyError(
-                    f"the run had used {taken} micro-batches of this epoch, the loader gave only {drawn}",
-                    "resume with the loader the state was saved with (same data, batch size and sampler)",
-                )
+        if not self.micro_batches:
+            return iterator, 0
+        if before in ((size, degree), (0, 1)):  # (0, 1): saved by a version that did not tell
+            self._draw(iterator)
+        else:
+            self._draw_examples(iterator, before)
         if resume["exhausted"]:
             next(iterator, None)
-        if taken:
-            _restore(loader, resume["now"])
-        return iterator, taken
+        _restore(loader, resume["now"])
+        return iterator, self.micro_batches
+
+    def _draw(self, iterator: Iterator[Any]) -> None:
+        """Draw and drop the micro-batches used: the split is the one the state was saved with."""
+        examples: int | None = 0
+        for drawn in range(self.micro_batches):
+            batch = next(iterator, self)
+            if batch is self:
+                raise PolicyError(
+                    f"the run had used {self.micro_batches} micro-batches of this epoch, the loader gave only {drawn}",
+                    "resume with the loader the state was saved with (same data, batch size and sampler)",
+                )
+            examples = _added(examples, examples_of(batch))
+        if None not in (examples, self.examples) and examples != self.examples:
+            raise PolicyError(
+                f"the {self.micro_batches} micro-batches the run had used of this epoch had {self.examples} examples, "
+                f"those the loader gives now have {examples}",
+                "resume with the loader the state was saved with; with another batch size choose the size of groups so "
+                "that an update has as many examples as before",
+            )
+
+    def _draw_examples(self, iterator: Iterator[Any], before: tuple[int, int]) -> None:
+        """Draw and drop as many *examples*, over all replicas, as were used under another split."""
+        was, now = (f"A = {size}, D = {degree}" for size, degree in (before, (self.size, self.degree)))
+        fix = (
+            "resume with the split the state was saved with, or one that divides the same examples; "
+            "load_state_dict(state, position=False) for a loader that you restore"
+        )
+        if self.examples is None:
+            raise PolicyError(
+                f"the state was saved with {was} and is continued with {now}, and the number of examples of its "
+                f"{self.micro_batches} micro-batches is not known: the place in the epoch cannot be found",
+                fix,
+            )
+        used, drawn, count = self.examples * before[1], 0, 0
+        while drawn * self.degree < used:
+            batch = next(iterator, self)
+            size = None if batch is self else examples_of(batch)
+            if size is None:
+                ended = "the loader ended" if batch is self else "the examples of a micro-batch cannot be counted"
+                raise PolicyError(
+                    f"the run had used {used} examples of this epoch (with {was}); {ended} after {drawn} on each of "
+                    f"{self.degree} replicas",
+                    fix,
+                )
+            drawn, count = drawn + size, count + 1
+        if drawn * self.degree != used:
+            raise PolicyError(
+                f"the run had used {used} examples of this epoch (with {was}); micro-batches of {size} on each of "
+                f"{self.degree} replicas reach {drawn * self.degree}, not {used}",
+                fix,
+            )
+        self.micro_batches, self.examples = count, drawn
+
+    def used(self, micro_batches: int, examples: int | None) -> None:
+        """A group has been stepped."""
+        self.micro_batches += micro_batches
+        self.examples = _added(self.examples, examples)
 
     def epoch_of(self, begun: bool) -> int:
         """The epoch under way, or the one that ``begin`` would begin: a pass that was left early is over then."""
@@ -64,24 +127,39 @@ class Position:
 
     def end(self) -> None:
         self.epoch += 1
-        self.micro_batches = 0
+        self.micro_batches = self.examples = 0
         self.exhausted = False
 
     def state(self) -> dict[str, Any]:
+        """The same keys at any time, and generators in tuples: what a distributed checkpoint takes for one leaf."""
         return {
             "epoch": self.epoch,
             "micro_batches": self.micro_batches,
+            "examples": self.examples,
+            "size": self.size,
+            "degree": self.degree,
             "exhausted": self.exhausted,
-            "start": self._start if self.micro_batches else None,
-            "now": None if self._loader is None else _state_of(self._loader),
+            "start": (self._start,) if self.micro_batches else (),
+            "now": () if self._loader is None else (_state_of(self._loader),),
         }
 
     def load(self, state: dict[str, Any]) -> None:
         self.epoch = int(state["epoch"])
         self.micro_batches = int(state["micro_batches"])
+        self.examples = state.get("examples")
+        self.size, self.degree = state.get("size", 0), state.get("degree", 1)
         self.exhausted = bool(state["exhausted"])
-        self._start = state["start"]
-        self._resume = dict(state)
+        self._resume = {**state, "start": _one(state["start"]), "now": _one(state["now"])}
+        self._start = self._resume["start"]
+
+
+def _one(kept: Any) -> Any:
+    """What a tuple of at most one holds; states of version 1 held it bare."""
+    return (kept[0] if kept else None) if isinstance(kept, (tuple, list)) else kept
+
+
+def _added(total: int | None, more: int | None) -> int | None:
+    return None if total is None or more is None else total + more
 
 
 def _resumes_itself(loader: Any) -> bool:

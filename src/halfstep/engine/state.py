@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from halfstep.engine.journal import rank
 from halfstep.engine.position import random_state as random_state_now
 from halfstep.engine.position import restore_random_state
 from halfstep.errors import MisuseError, PolicyError
@@ -11,12 +12,16 @@ from halfstep.errors import MisuseError, PolicyError
 if TYPE_CHECKING:
     from halfstep.engine.manager import MixedPrecisionManager
 
-VERSION = 1
+VERSION = 2
 _SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 
 
 def save(manager: MixedPrecisionManager, random_state: bool) -> dict[str, Any]:
-    """The state of a manager at an update boundary."""
+    """The state of a manager at an update boundary.
+
+    Its keys are always the same, and what varies in shape is a tuple or a list of numbers: one leaf, for checkpoints
+    that are loaded into a template (torch.distributed.checkpoint).
+    """
     pending = manager.pending
     if pending:
         raise MisuseError(
@@ -26,14 +31,15 @@ def save(manager: MixedPrecisionManager, random_state: bool) -> dict[str, Any]:
     state: dict[str, Any] = {
         "version": VERSION,
         "scaler": manager.scaler.full_state(),
-        "scale_history": [dict(entry) for entry in manager.scaler.history],
+        "rank": rank(),
+        "scale_history": tuple(dict(entry) for entry in manager.scaler.history),
         "scale_touches": manager.scaler.touches,
         "counters": manager._account.counters(),
         "position": manager._position.state(),
         "norms": manager._journal.window(),
     }
     if random_state:
-        state["random_state"] = random_state_now()
+        state["random_state"] = (random_state_now(),)
     return state
 
 
@@ -66,7 +72,21 @@ def load(manager: MixedPrecisionManager, state: dict[str, Any], position: bool) 
         manager._position.load(state["position"])
     manager._journal.load_window(state["norms"])
     if "random_state" in state:
-        restore_random_state(state["random_state"])
+        _restore_random_state(manager, state)
+
+
+def _restore_random_state(manager: MixedPrecisionManager, state: Mapping[str, Any]) -> None:
+    """Each rank draws its own dropout masks: another rank's generators are not put in, and the record says so."""
+    saved, own = state.get("rank", 0), rank()
+    if saved != own:
+        manager._journal.note(
+            "random state not restored",
+            f"the state was saved by rank {saved} and loaded on rank {own}: with its generators both would draw the same "
+            "random numbers; save one state a rank to continue bit for bit",
+        )
+        return
+    kept = state["random_state"]
+    restore_random_state(kept[0] if isinstance(kept, (tuple, list)) else kept)
 
 
 def policy(manager: MixedPrecisionManager) -> dict[str, Any]:
