@@ -34,6 +34,7 @@ from halfstep import MixedPrecisionManager, Update, tokens
 from progress import Progress, conclude
 from sources import IGNORE, Batch, Documents, collate, documents
 
+
 class Split(NamedTuple):
     """How the documents of an update are split."""
 
@@ -118,7 +119,8 @@ class Training:
         data = Documents(texts[sizes.held_out :])
         self.sampler = DistributedSampler(data, split.D, rank, seed=chosen.seed, drop_last=True)
         self.loader = DataLoader(data, split.m, sampler=self.sampler, collate_fn=self.collate)
-        self.held_out = [collate(list(enumerate(texts[: sizes.held_out]))[first::8]) for first in range(8)][rank :: split.D]
+        held_out = list(enumerate(texts[: sizes.held_out]))[rank :: split.D]
+        self.held_out = [self.collate(held_out[first : first + 32]) for first in range(0, len(held_out), 32)]
         self.sums: list[Tensor] = []  # of each update: element losses of this replica, and their number
         self.bits = float("nan")
         self.last: Update | None = None
@@ -146,7 +148,9 @@ class Training:
                 yield self.last
 
     def losses(self) -> list[float]:
-        """Of each update: the mean over all its bytes, on all replicas. A collective."""
+        """Of each update of this run: the mean over all its bytes, on all replicas. A collective."""
+        if not self.sums:
+            return []
         sums = torch.stack(self.sums)
         if self.split.D > 1:
             dist.all_reduce(sums)
@@ -158,7 +162,6 @@ class Training:
         sums = torch.zeros(2, device=self.device, dtype=torch.float64)
         self.net.eval()
         for batch in self.held_out:
-            batch = tuple(t.to(self.device) for t in batch)
             count = (batch[1] != IGNORE).sum()
             with self.manager.context():
                 loss = loss_of(self.net, batch)
@@ -180,7 +183,7 @@ class Training:
             os.replace(path.with_suffix(".new"), path)
 
     def load(self, path: Path) -> int:
-        """Applied or not, the updates attempted before. The split may be another one since."""
+        """The updates attempted before. The split may be another one since: their documents are not seen again."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
@@ -191,13 +194,11 @@ def train(chosen: argparse.Namespace, split: Split, sizes: Sizes, device: torch.
     """One run under one split -> what it came to, the same on every replica but for ``record``."""
     began = perf_counter()
     training = Training(chosen, split, sizes, device)
-    done = 0
-    if chosen.checkpoint and chosen.checkpoint.exists():
-        done = training.load(chosen.checkpoint)
+    before = training.load(chosen.checkpoint) if chosen.checkpoint and chosen.checkpoint.exists() else 0
     updates = training.updates()
     about = f"m = {split.m}, A = {split.A}, D = {split.D}: {split.effective} documents an update, on {device}"
     with Progress(about, chosen.updates, quiet=split.D > 1 and dist.get_rank() != 0) as progress:
-        for done in range(done + 1, chosen.updates + 1):
+        for done in range(before + 1, chosen.updates + 1):
             update = next(updates)
             validated = done % sizes.every == 0 or done == chosen.updates
             if validated:
@@ -207,7 +208,7 @@ def train(chosen: argparse.Namespace, split: Split, sizes: Sizes, device: torch.
             progress.show(done, update, training.bits, validated)
     return {
         **split._asdict(),
-        "losses": training.losses() if training.sums else [],
+        "losses": training.losses(),
         "bits_per_byte": training.bits,
         "seconds": perf_counter() - began,
         "record": training.manager.report(),
@@ -216,7 +217,7 @@ def train(chosen: argparse.Namespace, split: Split, sizes: Sizes, device: torch.
 
 def options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), help="default: auto; fp32 with --table")
+    parser.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), help="default: auto; fp32 in a table")
     parser.add_argument("--effective", type=int, default=32, help="documents of an update (default: %(default)s)")
     parser.add_argument(
         "--micro-batch",
@@ -253,7 +254,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
 def table(chosen: argparse.Namespace) -> list[dict[str, Any]]:
     """One run a split of TABLE: torchrun where there are replicas, one process a batch for all splits of it."""
     runs: list[dict[str, Any]] = []
-    common = ["--updates", chosen.updates, "--seed", chosen.seed, "--precision", chosen.precision, "--size", chosen.size]
+    common = [f"--{name}={getattr(chosen, name)}" for name in ("updates", "seed", "precision", "size")]
     for effective, replicas in dict.fromkeys((split.effective, split.D) for split in TABLE):
         python = [sys.executable]
         if replicas > 1:

@@ -75,6 +75,7 @@ def split_table(runs: Sequence[dict[str, Any]]) -> Table:
         effective = run["m"] * run["A"] * run["D"]
         compared = first.setdefault(effective, run["losses"])
         gap = max(abs(a - b) / abs(b) for a, b in zip(run["losses"], compared, strict=True))
-        numbers = [f"{run['losses'][0]:.6f}", f"{run['losses'][-1]:.6f}", "–" if compared is run["losses"] else f"{gap:.0e}"]
-        table.add_row(*(str(run[name]) for name in "mAD"), str(effective), *numbers)
+        losses = [f"{run['losses'][which]:.6f}" for which in (0, -1)]
+        shown = "–" if compared is run["losses"] else f"{gap:.0e}"
+        table.add_row(*(str(run[name]) for name in "mAD"), str(effective), *losses, shown)
     return table
