@@ -47,6 +47,11 @@ class Paths:
         """Share the names that the other one has found."""
         self._names = other._names
 
+    def told(self, model: torch.nn.Module, names: dict[int, str]) -> None:
+        """Call the modules of this model so, by their id, whichever of them is called as a root."""
+        for module in model.modules():
+            self._names[module] = names
+
     def _turned(self, opened: bool) -> None:
         if opened and not self._handles:
             self._running = threading.local()

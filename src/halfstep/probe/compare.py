@@ -1,0 +1,202 @@
+"""One micro-batch both ways: what half precision does to every module's output and gradient, held against FP32."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.engine.precision import Precision
+from halfstep.errors import PolicyError
+from halfstep.probe.comparison import Comparison, ModuleComparison
+from halfstep.probe.exponents import DEFAULT_SCALE, Exponents, Fit, exponents, fitting_scale
+from halfstep.probe.modules import Beside, Difference, Full, Seen, Sums
+from halfstep.probe.overflow import Look
+from halfstep.probe.passes import Pass, Passes
+from halfstep.watch.ranges import HALF
+
+_ROUNDINGS = 32  # what a thousand independent roundings of full size add up to: √1000
+
+
+def explained(dtype: torch.dtype) -> float:
+    """How far half precision may be from FP32 by rounding alone, as we draw the line.
+
+    32 times the dtype's unit roundoff (2⁻¹¹ for FP16, 2⁻⁸ for BF16): what about a thousand independent roundings add
+    up to, as a root of their number. 1.6 % for FP16, 12.5 % for BF16. A rule of thumb: cancellation can exceed it
+    without a fault, and says where precision is spent all the same.
+    """
+    return _ROUNDINGS * torch.finfo(dtype).eps / 2
+
+
+def compare(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    batch: Any,
+    *,
+    precision: Literal["auto", "fp16", "bf16"] = "auto",
+    loss_scale: float | None = None,
+    tolerance: float | None = None,
+) -> Comparison:
+    """Run one micro-batch in half precision and in FP32 and compare every module's output and gradient.
+
+    ``loss_fn(model, batch)`` returns the loss, a scalar; it need not open autocast (where it does, its dtype is
+    taken). The half pass runs under autocast with the loss multiplied by ``loss_scale``, by default 2^16 for FP16 and
+    1 for BF16; where gradients overflow only because of it, it is lowered until they fit, and both are told. The FP32
+    pass runs with every autocast off, from the same random state. ``precision``: "auto" is what a
+    :class:`~halfstep.MixedPrecisionManager` takes on the model's device. ``tolerance``: the relative error up to
+    which rounding explains a difference, by default :func:`~halfstep.probe.compare.explained`.
+
+    Modules that were made islands (``manager.keep_fp32``) are islands here too.
+
+    Nothing changes: parameters, gradients, buffers, modes, attributes that a forward sets, random state and hooks are
+    afterwards as before. No hook on a parameter runs; hooks on modules run, since they may be part of what is computed.
+    FP32 activations of the micro-batch are held on the host meanwhile.
+
+    Raises :class:`~halfstep.errors.PolicyError` for another precision or no scale, and
+    :class:`~halfstep.errors.MisuseError` where ``loss_fn`` returns no scalar that depends on the model.
+    """
+    if precision not in ("auto", "fp16", "bf16"):
+        raise PolicyError(f"precision={precision!r} is compared with FP32", 'say "auto", "fp16" or "bf16"')
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    chosen = Precision(precision, device)
+    asked = loss_scale if loss_scale is not None else DEFAULT_SCALE if chosen.scaled else 1.0
+    if not 0.0 < asked < math.inf:
+        raise PolicyError(f"loss_scale={asked}", "a power of two above 0")
+    return measure(Passes(model, loss_fn, batch), chosen.name, chosen.region, asked, tolerance)
+
+
+def measure(
+    passes: Passes,
+    name: str,
+    region: Callable[[], AbstractContextManager[Any]],
+    asked: float,
+    tolerance: float | None,
+    known: tuple[Full, Pass] | None = None,
+) -> Comparison:
+    """What :func:`compare` returns, of passes that are prepared already. ``known``: the FP32 pass, where it was run."""
+    full, reference = run_full(passes) if known is None else known
+    look, beside, half = _looked(passes, region, asked, full)
+    first, overflow, underflow = half, look.overflow, look.underflow
+    while half.spoiled and math.isfinite(half.loss) and half.scale > 1.0 and not reference.spoiled:
+        scale = half.scale / 2
+        if overflow is not None and overflow.by_scale_alone and overflow.exact and overflow.limit:
+            scale = min(scale, 2.0 ** math.floor(math.log2(overflow.limit * half.scale / overflow.exact)))
+        look, beside, half = _looked(passes, region, max(1.0, scale), full)
+        overflow = overflow or look.overflow
+        underflow = look.underflow
+    dtype = half.dtype if half.dtype in HALF else torch.float16 if name == "fp16" else torch.bfloat16
+    limit = explained(dtype) if tolerance is None else tolerance
+    modules = _modules(passes.model, beside, half, reference)
+    ranked = sorted(modules, key=lambda m: -m.worst)
+    return Comparison(
+        precision="bf16" if dtype is torch.bfloat16 else "fp16",
+        device=str(half.root.device),
+        loss=half.loss,
+        full_loss=reference.loss,
+        scale=half.scale,
+        asked_scale=asked,
+        tolerance=limit,
+        gradient=_joint(half, reference),
+        spoiled=first.spoiled,
+        full_spoiled=reference.spoiled,
+        overflow=overflow,
+        parted=_first(modules, beside.modules, "output", limit),
+        gradient_parted=_first(modules, beside.modules, "gradient", limit),
+        modules=tuple(ranked),
+        fit=_fit(modules, reference, dtype, half, look.peak) if name == "fp16" or dtype is torch.float16 else None,
+        underflow=None if underflow is None or not underflow[0] else (underflow[1], underflow[0]),
+        notes=_notes(half, modules),
+        _passes=passes,
+        _region=region,
+    )
+
+
+def run_full(passes: Passes) -> tuple[Full, Pass]:
+    """The FP32 pass that others are held against."""
+    full = Full()
+    return full, passes.full(full)
+
+
+def _looked(
+    passes: Passes, region: Callable[[], AbstractContextManager[Any]], scale: float, full: Full
+) -> tuple[Look, Beside, Pass]:
+    look = Look(passes.model)
+    beside = Beside(full, scale, look.silent)
+    half = passes.half(region(), scale, look, beside)
+    look.judge(half)
+    return look, beside, half
+
+
+def _modules(model: nn.Module, beside: Beside, half: Pass, reference: Pass) -> list[ModuleComparison]:
+    """In the order in which their outputs came."""
+    out = []
+    named = dict(model.named_modules())
+    for name, seen in sorted(beside.modules.items(), key=lambda entry: entry[1].order):
+        module = named.get(name, model)
+        own = Sums()
+        for parameter, _ in module.named_parameters(recurse=False):
+            key = f"{name}.{parameter}" if name else parameter
+            if key in half.gradients and key in reference.gradients:
+                own.add(half.gradients[key].float() / half.scale, reference.gradients[key])
+        out.append(_module(name, module, seen, own.difference()))
+    return out
+
+
+def _module(name: str, module: nn.Module, seen: Seen, weights: Difference | None) -> ModuleComparison:
+    lost = seen.lost
+    return ModuleComparison(
+        name,
+        type(module).__name__,
+        seen.order,
+        str(seen.dtype).removeprefix("torch."),
+        seen.outputs.difference(),
+        seen.gradients.difference(),
+        weights,
+        lost.zero / lost.kept if lost.kept else None,
+        lost.subnormal / lost.kept if lost.kept else None,
+        math.sqrt(lost.square_zero / lost.square) if lost.square else None,
+        seen.output_exponents,
+        seen.gradient_exponents,
+    )
+
+
+def _joint(half: Pass, reference: Pass) -> Difference | None:
+    sums = Sums()
+    for name, gradient in reference.gradients.items():
+        twin = half.gradients.get(name)
+        sums.add(torch.zeros_like(gradient) if twin is None else twin.float() / half.scale, gradient)
+    return sums.difference()
+
+
+def _first(modules: list[ModuleComparison], seen: dict[str, Seen], what: str, limit: float) -> str | None:
+    """The first module beyond the limit; of a module and one inside it, the one inside comes first."""
+    apart = [m for m in modules if (d := getattr(m, what)) is not None and d.error > limit]
+    if what == "gradient":
+        # A gradient reaches a container's output and that of its last module at once: name the module inside.
+        apart.sort(key=lambda m: (seen[m.name].arrived or 0, -m.name.count(".")))
+    return apart[0].name if apart else None
+
+
+def _fit(modules: list[ModuleComparison], reference: Pass, dtype: torch.dtype, half: Pass, peak: float) -> Fit | None:
+    """Of the gradients that are held in half precision: those at half outputs, those of the half copies of weights."""
+    total = Exponents()
+    for module in modules:
+        if module.dtype == str(dtype).removeprefix("torch."):
+            total += module.gradient_exponents
+    if math.isfinite(peak) and peak > 0:  # the largest one inside modules too
+        total = Exponents(total.counts, total.zeros, total.nonfinite, max(total.peak, peak / half.scale))
+    elif total.kept:
+        largest = max((exponents(g).peak for g in reference.gradients.values()), default=0.0)
+        total = Exponents(total.counts, total.zeros, total.nonfinite, max(total.peak, largest))
+    return fitting_scale(total, dtype)
+
+
+def _notes(half: Pass, modules: list[ModuleComparison]) -> tuple[str, ...]:
+    notes = []
+    if half.dtype not in HALF:
+        notes.append("nothing was computed in half precision: autocast is off inside, or every module is an island")
+    return tuple(notes)

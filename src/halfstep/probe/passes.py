@@ -1,0 +1,190 @@
+"""One micro-batch run forward and backward, in half precision or in FP32, and nothing of the model changed by it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from halfstep.errors import MisuseError
+from halfstep.probe.trial import RandomState, lowest_dtype, unchanged
+from halfstep.probe.whole import mapped
+from halfstep.watch.exact import widened
+from halfstep.watch.replay import bare
+from halfstep.watch.session import Session
+
+
+class Sight(Protocol):
+    """What sees a pass: entered around its forward and around its backward."""
+
+    def forward(self, model: nn.Module) -> AbstractContextManager[Any]: ...
+
+    def backward(self, loss: Tensor) -> AbstractContextManager[Any]: ...
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a pass gave. ``gradients``: by parameter name, multiplied by ``scale``; those that no gradient reached lack.
+
+    ``loss`` as ``loss_fn`` returned it; ``dtype``: the lowest precision seen in its graph. ``root``: the scaled loss,
+    without its graph.
+    """
+
+    loss: float
+    root: Tensor
+    gradients: dict[str, Tensor]
+    scale: float
+    dtype: torch.dtype
+
+    @property
+    def spoiled(self) -> tuple[str, ...]:
+        """The parameters whose gradient is not finite."""
+        return tuple(name for name, g in self.gradients.items() if not bool(torch.isfinite(g).all()))
+
+
+class Passes:
+    """Runs the same micro-batch again and again, from one random state, from the same buffers."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any) -> None:
+        self.model = bare(model)
+        self.loss_fn = loss_fn
+        self.batch = batch
+        self._start = RandomState()
+
+    def half(
+        self, region: AbstractContextManager[Any], scale: float, *sights: Sight, batch: Any = None, off: bool = False
+    ) -> Pass:
+        """A pass inside ``region``, the loss multiplied by ``scale``. ``off``: no autocast is entered within."""
+        with self._alone(), _no_autocast() if off else contextlib.nullcontext():
+            return self._run(region, scale, sights, self.batch if batch is None else batch)
+
+    def full(self, *sights: Sight, batch: Any = None) -> Pass:
+        """A pass in FP32: no autocast, half parameters and inputs widened, no TF32."""
+        whole = self.batch if batch is None else batch
+        with self._alone(), _no_autocast(), _no_tf32():
+            _widen(self.model)
+            try:
+                return self._run(contextlib.nullcontext(), 1.0, sights, mapped(whole, widened))
+            except RuntimeError as error:
+                error.add_note("halfstep ran this in FP32, with autocast off: casts to half written by hand stay")
+                raise
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """The model as it was afterwards, the attributes that a forward sets included; no session sees it."""
+        attributes = [(module, dict(module.__dict__)) for module in self.model.modules()]
+        with unwatched(), unchanged(self.model):
+            self._start.restore()
+            try:
+                yield
+            finally:
+                for module, before in attributes:
+                    module.__dict__.clear()
+                    module.__dict__.update(before)
+
+    def _run(self, region: AbstractContextManager[Any], scale: float, sights: tuple[Sight, ...], batch: Any) -> Pass:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for sight in sights:
+                stack.enter_context(sight.forward(self.model))
+            stack.enter_context(region)
+            loss = self.loss_fn(self.model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise MisuseError(f"loss_fn returned {shown}", "return the loss as a scalar tensor: loss_fn(model, batch)")
+        parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        if not loss.requires_grad or not parameters:
+            raise MisuseError("the loss does not depend on any parameter", "use the model that loss_fn is handed")
+        dtype = lowest_dtype(loss)
+        with contextlib.ExitStack() as stack:
+            for sight in sights:
+                stack.enter_context(sight.backward(loss))
+            # As scalers do, by a 0-dim FP32 factor: a half-precision loss becomes FP32 here, and half on the way back.
+            root = loss.reshape(()) * torch.full((), scale, device=loss.device) if scale != 1.0 else loss.reshape(())
+            taken = torch.autograd.grad(root, list(parameters.values()), allow_unused=True)
+        gradients = {n: g for n, g in zip(parameters, taken, strict=True) if g is not None}
+        return Pass(float(loss.detach()), root.detach(), gradients, scale, dtype)
+
+
+def _widen(model: nn.Module) -> None:
+    """Half parameters and buffers replaced by FP32 ones, shared ones once; `unchanged` puts the old ones back."""
+    known: dict[int, Tensor] = {}
+    for module in model.modules():
+        slots: Any
+        for slots in (module._parameters, module._buffers):
+            for name, tensor in slots.items():
+                if tensor is None or tensor.dtype not in (torch.float16, torch.bfloat16):
+                    continue
+                if id(tensor) not in known:
+                    wide = tensor.detach().float()
+                    known[id(tensor)] = (
+                        nn.Parameter(wide, tensor.requires_grad) if slots is module._parameters else wide
+                    )
+                slots[name] = known[id(tensor)]
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Whatever autocast the loss or the model asks for, none is on."""
+    enter: Any = torch.autocast.__enter__
+
+    def entered(self: torch.autocast) -> Any:
+        result = enter(self)
+        torch.set_autocast_enabled(self.device, False)  # leaving puts back what was on before, as ever
+        return result
+
+    kinds = {torch.device(d).type for d in _devices()}
+    with contextlib.ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
+def _devices() -> tuple[str, ...]:
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu",) if device is None else ("cpu", device.type)
+
+
+@contextlib.contextmanager
+def _no_tf32() -> Iterator[None]:
+    """FP32 products with all their digits."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """A session that watches this process sees nothing of what is run here."""
+    session = Session._active
+    if session is None:
+        yield
+        return
+    live, opened = session.patches.live, session.look.is_open
+    session.patches.live = False
+    session.look.close()
+    try:
+        yield
+    finally:
+        session.patches.live = live
+        if opened:
+            session.look.open()
