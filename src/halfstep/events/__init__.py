@@ -15,6 +15,9 @@ from halfstep.events.base import (
     Place,
     Severity,
 )
+from halfstep.events.beside import (
+    UpdateTraced,
+)
 from halfstep.events.contributions import (
     BatchStatistics,
     Clipped,
@@ -171,6 +174,7 @@ __all__ = [
     "SwitchedOff",
     "TotalStalled",
     "Unscaled",
+    "UpdateTraced",
     "decode",
     "encode",
     "flat",

@@ -21,16 +21,18 @@ def curve(
     steps: bool = False,
     marks: Sequence[float] = (),
     mark_label: str = "",
+    beside: Sequence[tuple[float, float | None]] = (),
 ) -> str:
     """A line over ``points`` (x, y); y None or non-finite leaves a gap. ``marks``: x positions of skipped updates.
 
-    ``log``: a logarithmic y axis in powers of ``base``. ``steps``: y holds until the next point.
+    ``beside``: another line in the same axes, drawn under the first. ``log``: a logarithmic y axis in powers of
+    ``base``. ``steps``: y holds until the next point.
     """
-    drawn = [(x, y) for x, y in points if y is not None and math.isfinite(y) and (not log or y > 0)]
+    drawn = [(x, y) for x, y in (*points, *beside) if y is not None and math.isfinite(y) and (not log or y > 0)]
     if not drawn:
         return ""
     up: Map = (lambda y: math.log(y, base)) if log else float
-    xs = [x for x, _ in points]
+    xs = [x for x, _ in (*points, *beside)]
     ys = [up(y) for _, y in drawn]
     x0, x1 = min(xs), max(xs)
     y0, y1 = min(ys), max(ys)
@@ -62,6 +64,7 @@ def curve(
             f'<line class="mark" x1="{px(x):.1f}" x2="{px(x):.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}">'
             f"<title>{escape(mark_label)} {x:g}</title></line>"
         )
+    parts.extend(f'<path class="curve beside" d="{d}"/>' for d in _paths(beside, px, py, up, log, steps))
     parts.extend(f'<path class="curve" d="{d}"/>' for d in _paths(points, px, py, up, log, steps))
     parts.append("</svg>")
     return "".join(parts)

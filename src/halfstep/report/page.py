@@ -30,6 +30,11 @@ def page(title: str, findings: Sequence[Finding], summary: Summary, history: His
         body.append("<section><h2>Findings</h2>" + "".join(map(_finding, findings)) + "</section>")
     body.append(_curves(history))
     body.append(_facts(summary, facts))
+    return whole(title, body)
+
+
+def whole(title: str, body: Sequence[str]) -> str:
+    """One HTML file of these parts."""
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -134,6 +139,6 @@ color:var(--dim);font-style:normal;user-select:none}pre .named{background:color-
 th{text-align:left;font-weight:500;color:var(--dim);padding:2px 18px 2px 0;vertical-align:top}td{padding:2px 0;
 overflow-wrap:anywhere}figure{margin:10px 0}svg{width:100%;height:auto}svg text{fill:var(--dim);font-size:10px}
 svg .title{fill:var(--ink);font-size:12px;font-weight:600}.grid{stroke:var(--line);stroke-width:1}
-.curve{fill:none;stroke:var(--curve);stroke-width:1.6}.mark{stroke:var(--error);stroke-width:1;opacity:.55}
+.curve{fill:none;stroke:var(--curve);stroke-width:1.6}.beside{stroke:var(--warning);stroke-width:2.4;opacity:.75}.mark{stroke:var(--error);stroke-width:1;opacity:.55}
 @media print{main{padding:0}details{display:none}}
 """

@@ -41,7 +41,7 @@ class Session:
     judged and forgotten). ``tell``: called with each error finding as soon as it is certain. ``limit``: end the run,
     by `halfstep.launch.Enough`, after so many applied updates. ``among_others``: the process is one of several of a run
     that keep their records together. ``meeting``: where to keep one from the moment that the process turns out to be a
-    rank of several, if it has none.
+    rank of several, if it has none. ``beside``: trace each update, so that it can be set beside another run's.
     """
 
     _active: Session | None = None
@@ -54,7 +54,9 @@ class Session:
         limit: int | None = None,
         among_others: bool = False,
         meeting: Path | None = None,
+        beside: bool = False,
     ) -> None:
+        self.beside = beside
         self._meeting = meeting
         self.rank, self.world_size = launched_as()
         self.where = ""  # how its ranks found each other

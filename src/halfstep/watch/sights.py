@@ -13,6 +13,7 @@ def sights(session: Session) -> Sequence[Sight]:
     from halfstep.watch.autocasts import Autocasts
     from halfstep.watch.averages import Averages
     from halfstep.watch.backwards import Backwards
+    from halfstep.watch.beside import Beside
     from halfstep.watch.calls import Calls
     from halfstep.watch.casts import Casts
     from halfstep.watch.collectives import Collectives
@@ -58,6 +59,7 @@ def sights(session: Session) -> Sequence[Sight]:
     loaders = Loaders(session)
     return (
         Compiled(session),
+        *((Beside(session, gradients, modules),) if session.beside else ()),  # its traces come before attempts
         Optimizers(session, gradients, scalers, halves),
         scalers,
         gradients,

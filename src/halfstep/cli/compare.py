@@ -1,0 +1,82 @@
+"""``halfstep compare``: the same script as it is and in FP32, side by side: is precision to blame?"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from halfstep import launch
+
+
+class Compare:
+    name = "compare"
+    help = "run a script as it is and in FP32, side by side: is precision to blame?"
+    takes_script = True
+    description = """\
+Runs a script twice, each time in a process of its own and under the watch of `halfstep run`: as it is, then in FP32
+(autocast, scalers and casts to half undone; same seeds, same data), and says whether precision is to blame for what
+came of it, where the two part, and in which layer.
+
+  halfstep compare --updates 200 train.py             the first 200 attempted updates of each
+  halfstep compare train.py --epochs 3                options after the script are the script's
+  halfstep compare --metric val_acc --tolerance 0.01 train.py
+                                                      judged by a number that the script prints ("val_acc: 0.91") or
+                                                      gives to manager.log; fixed before anything runs
+  halfstep compare --json both.json --html both.html train.py
+
+What the script prints goes to files (--keep DIR keeps them), never among the report, which goes to stdout; progress to
+stderr. Both runs write what the script writes: the second over the first, unless the script asks the environment
+variable HALFSTEP_COMPARE, which says "own" or "fp32".
+
+exit status: 0 precision is not to blame; 3 it is; 4 it cannot be said; 2 for a wrong use; 130 after Ctrl-C, which ends
+both runs and compares what was reached."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.usage = "halfstep compare [options] [--] SCRIPT [ARGS…]   (or -m MODULE, -c CODE)"
+        parser.add_argument("--updates", metavar="N", type=_count, help="end each run after N attempted updates")
+        parser.add_argument(
+            "--metric",
+            metavar="NAME",
+            default="loss",
+            help="what is judged: loss (the default), grad_norm, or a number the script prints or logs",
+        )
+        parser.add_argument(
+            "--tolerance",
+            metavar="T",
+            type=_tolerance,
+            help="how far apart the two may end: 0.01, or 2%% of FP32's value (default: 5%%, or for the loss 2%% of "
+            "what FP32 gained; never less than the batches' own noise)",
+        )
+        parser.add_argument("--seed", metavar="S", type=int, default=0, help="of both runs, before the script's (0)")
+        parser.add_argument("--together", action="store_true", help="run both at once (default: one after the other)")
+        parser.add_argument("--keep", metavar="DIR", type=Path, help="keep what both runs printed and told")
+        parser.add_argument("--json", metavar="FILE", type=Path, help="write the comparison as JSON")
+        parser.add_argument("--html", metavar="FILE", type=Path, help="write the comparison as one HTML file")
+        # One of the two runs.
+        parser.add_argument("--side", help=argparse.SUPPRESS)
+        parser.add_argument("--told", type=Path, help=argparse.SUPPRESS)
+
+    def run(self, args: argparse.Namespace) -> int:
+        if args.side:
+            launch.settle(args.target)
+            from halfstep.probe.side import Side
+
+            return launch.launch(args.target, Side(args.side, args.told, seed=args.seed, updates=args.updates))
+        from halfstep.cli.comparing import compare
+
+        return compare(args)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of updates (1 or more)")
+    return number
+
+
+def _tolerance(text: str) -> tuple[float, bool]:
+    """(number, whether it is a share of FP32's value)."""
+    number = float(text.removesuffix("%"))
+    if not number >= 0.0:
+        raise argparse.ArgumentTypeError(f"{text} is no distance (0.01, or 2%)")
+    return (number / 100.0, True) if text.endswith("%") else (number, False)

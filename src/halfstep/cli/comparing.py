@@ -1,0 +1,174 @@
+"""What `halfstep compare` does around its two runs: begin them, show how far they are, judge, report."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from halfstep.cli import ranks
+from halfstep.cli.watched import write
+from halfstep.errors import PolicyError
+from halfstep.launch import Target
+from halfstep.probe.pair import Account, Process, read, wait
+from halfstep.probe.side import SIDES
+from halfstep.probe.verdict import Criterion, judge
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+STATUS = {"not precision": 0, "precision": 3, "unknown": 4}
+_WIDTH = 120  # of tables where no terminal has one
+_FURTHER = 10  # updates that FP32 goes past one at which the script as it is failed
+
+
+class Stopped(BaseException):
+    """A signal that ends the comparison: both runs end, and what was reached is told."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def compare(args: argparse.Namespace) -> int:
+    """Run, judge, report; the exit status."""
+    _refuse(args.target)
+    criterion = Criterion(args.metric, *(args.tolerance or (None, False)))
+    if args.keep is not None:
+        args.keep.mkdir(parents=True, exist_ok=True)
+        return _compare(args, criterion, args.keep)
+    with tempfile.TemporaryDirectory(prefix="halfstep-") as folder:
+        return _compare(args, criterion, Path(folder))
+
+
+def _refuse(target: Target) -> None:
+    if target.kind == "stdin":
+        raise PolicyError("a script from standard input can be read only once, and is to run twice", "name a file")
+    if ranks.standing() is not None:
+        raise PolicyError(
+            "compare was started by a launcher, as one of several processes: it starts its own two",
+            "halfstep compare SCRIPT, without the launcher",
+        )
+
+
+def _compare(args: argparse.Namespace, criterion: Criterion, folder: Path) -> int:
+    from rich.console import Console
+
+    from halfstep.probe.beside import document
+    from halfstep.report.comparison import show_comparison
+    from halfstep.report.document import dump
+
+    stopped = None
+    try:
+        with _signals():
+            _run(args, criterion, folder)
+    except Stopped as stop:
+        stopped = stop.number
+    own, fp32 = (read(side, folder / side, criterion.metric) for side in SIDES)
+    comparison = judge(criterion, own, fp32)
+    status = STATUS[comparison.blame] if stopped is None else 128 + stopped
+    doc = document(comparison, " ".join([args.target.value, *args.target.argv]), status)
+    if args.json is not None:
+        from halfstep.events import plain
+
+        write(args.json, dump(plain(doc)))
+    if args.html is not None:
+        from halfstep.report.comparison_page import comparison_page
+
+        write(args.html, comparison_page(doc))
+    if stopped is not None:
+        name = signal.Signals(stopped).name
+        print(f"halfstep compare: {name}: both runs have ended; what was reached is compared", file=sys.stderr)
+    show_comparison(doc, Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH))
+    return status
+
+
+def _run(args: argparse.Namespace, criterion: Criterion, folder: Path) -> None:
+    for side in SIDES:
+        for old in (folder / side).glob("*"):  # of an earlier comparison kept there
+            old.unlink()
+    with _progress(args.updates) as told:
+
+        def begin(side: str, updates: int | None) -> Process:
+            return Process(side, folder / side, args.target, seed=args.seed, updates=updates)
+
+        if args.together:
+            both: list[Process] = []
+            try:
+                both.extend(begin(side, args.updates) for side in SIDES)
+            except BaseException:
+                for process in both:
+                    process.end()
+                raise
+            wait(both, lambda: told(both))
+            return
+        first = begin("own", args.updates)
+        wait([first], lambda: told([first]))
+        own = read("own", folder / "own")
+        if not own.points:
+            return  # wrong arguments, say: a second run would tell no more
+        second = begin("fp32", _limit(own, args.updates))
+        wait([second], lambda: told([first, second]))
+
+
+def _limit(own: Account, updates: int | None) -> int | None:
+    """How far FP32 need go where the script as it is did not come to its end."""
+    if own.raised is None:
+        return updates
+    reached = len(own.points) + max(_FURTHER, len(own.points) // 4)
+    return reached if updates is None else min(updates, reached)
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _progress(updates: int | None) -> Iterator[Callable[[list[Process]], None]]:
+    """How far each run is, on stderr where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield lambda processes: None
+        return
+    words = "[progress.description]{task.description}", "{task.completed:,.0f} updates"
+    with Progress(
+        TextColumn(words[0]), BarColumn(), TextColumn(words[1]), TimeElapsedColumn(), console=console, transient=True
+    ) as progress:
+        yield _Bars(progress, updates)
+
+
+class _Bars:
+    def __init__(self, progress: Progress, updates: int | None) -> None:
+        self._progress = progress
+        self._updates = updates
+        self._tasks: dict[str, Any] = {}
+
+    def __call__(self, processes: list[Process]) -> None:
+        for process in processes:
+            if process.side not in self._tasks:
+                name = "as it is" if process.side == "own" else "in FP32 "
+                total = self._updates
+                if total is None and len(processes) > 1 and processes[0].is_over():
+                    total = processes[0].reached() or None
+                self._tasks[process.side] = self._progress.add_task(name, total=total)
+            self._progress.update(self._tasks[process.side], completed=process.reached())
+
+
+__all__ = ["STATUS", "compare"]

@@ -1,0 +1,117 @@
+"""One of two runs that are compared: the script in a process of its own, watched, each update told to a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from halfstep import launch
+
+if TYPE_CHECKING:
+    from halfstep.watch.session import Session
+
+SIDES = ("own", "fp32")
+"""The script as it is; the script in FP32."""
+TOLD, REACHED = "told.jsonl", "reached"
+_WHOLE = 4096  # updates told one by one; of later ones every 2^k-th, so that a long run stays readable
+
+
+def is_told(number: int) -> bool:
+    """Whether this update (from 1 on) is told: the same in both runs."""
+    stride = 1 << max(0, (number // _WHOLE).bit_length() - 1)
+    return number % stride == 0
+
+
+class Teller:
+    """Appends lines of JSON, flushed once a second and at the end: a killed run is readable up to there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = open(folder / TOLD, "w", encoding="utf-8")  # noqa: SIM115 - open for the run's life
+        self._reached = os.open(folder / REACHED, os.O_CREAT | os.O_RDWR)
+        self._flushed = time.monotonic()
+        self._pid = os.getpid()
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        if os.getpid() != self._pid:
+            return
+        self._file.write(json.dumps({"kind": kind, **fields}) + "\n")
+        if time.monotonic() - self._flushed > 1.0:
+            self.flush()
+
+    def reached(self, updates: int) -> None:
+        """For the process that waits: so many updates were attempted."""
+        if os.getpid() == self._pid:
+            os.pwrite(self._reached, updates.to_bytes(8, "little"), 0)
+
+    def flush(self) -> None:
+        self._file.flush()
+        self._flushed = time.monotonic()
+
+
+class Side:
+    """Hooks of one run (see `halfstep.launch.Hooks`). ``updates``: attempted ones after which it ends (None: all)."""
+
+    def __init__(self, side: str, folder: Path, *, seed: int, updates: int | None) -> None:
+        self._side = side
+        self._teller = Teller(folder)
+        self._seed = seed
+        self._updates = updates
+        self._session: Session | None = None
+        self._undone: Mapping[str, int] = {}
+        self._began = time.monotonic()
+        self._children = False
+
+    def before(self, target: launch.Target) -> None:
+        random.seed(self._seed)
+        launch.when_imported("numpy", self._seed_numpy)
+        launch.when_imported("torch", self._start)
+
+    def _seed_numpy(self) -> None:
+        sys.modules["numpy"].random.seed(self._seed)
+
+    def _start(self) -> None:
+        import torch
+
+        from halfstep.probe.traced import Traced
+
+        torch.manual_seed(self._seed)
+        if self._side == "fp32":
+            from halfstep.probe.fp32 import undo
+
+            self._undone = undo().counts
+        self._session = Traced(self._teller, self._updates).start()
+
+    def raised(self, exc: BaseException) -> None:
+        if self._session is not None:
+            self._session.raised(exc)
+        if not isinstance(exc, KeyboardInterrupt):
+            line = traceback.extract_tb(exc.__traceback__)[-1:] if exc.__traceback__ else []
+            at = f"{line[0].filename}:{line[0].lineno}" if line else ""
+            self._teller.tell("raised", type=type(exc).__name__, message=str(exc)[:500], at=at)
+
+    def finish(self, code: int | None, by: str) -> int | None:
+        if self._session is not None:
+            self._session.finish(code, by)
+            self._teller.tell("verdict", **self._session.verdict(code, by))
+        self._teller.tell(
+            "end",
+            code=code,
+            by=by,
+            seconds=time.monotonic() - self._began,
+            torch=self._session is not None,
+            undone=dict(self._undone),
+            forked=self._children,
+        )
+        self._teller.flush()
+        return None
+
+    def on_fork(self) -> launch.Hooks | None:
+        self._children = True
+        return None

@@ -1,0 +1,159 @@
+"""Two runs side by side in the terminal, drawn from the plain document of a comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+BLAME = {
+    "precision": ("precision is to blame", "bold red"),
+    "not precision": ("precision is not to blame", "bold green"),
+    "unknown": ("it cannot be said", "bold yellow"),
+}
+_ROWS = 12
+_LAYERS = 6
+
+
+def show_comparison(doc: Mapping[str, Any], console: Console) -> None:
+    """The verdict, the criterion, where the runs part, then updates and layers side by side."""
+    words, style = BLAME[doc["verdict"]["blame"]]
+    _print(console, Text.assemble(("halfstep compare", "bold"), " · ", (words, style)))
+    _print(console, Text(doc["verdict"]["words"]))
+    for line in lines(doc):
+        _print(console, Text(line))
+    if doc["updates"]:
+        console.print()
+        console.print(_updates(doc))
+    layers = named_layers(doc)
+    if layers:
+        console.print()
+        console.print(_layers(doc, layers))
+    for side, run in doc["runs"].items():
+        if run["output"]:
+            console.print()
+            _print(console, Text(f"the end of what the run {name_of(side)} printed:", style="dim"))
+            _print(console, Text("\n".join(run["output"].rstrip().splitlines()[-8:])))
+
+
+def lines(doc: Mapping[str, Any]) -> list[str]:
+    """What is said beside the verdict, a line each."""
+    out = []
+    criterion, parted = doc["criterion"], doc["parted"]
+    if "own" in criterion:
+        metric = criterion["metric"].replace("grad_norm", "gradient norm")
+        over = f"mean of the last {criterion['updates']} updates" if criterion["updates"] > 1 else "the last value"
+        both = math.isfinite(criterion["own"]) and math.isfinite(criterion["fp32"])
+        allowed = f"; allowed {shown(criterion['allowed'])} ({criterion['how']})" if both else ""
+        ends = f"{shown(criterion['own'])} as it is, {shown(criterion['fp32'])} in FP32"
+        out.append(f"criterion: {metric}, {over}: {ends}{allowed}")
+    if parted is not None:
+        what = "the loss" if parted["what"] == "loss" else f"the gradient norm of {parted['layer'] or 'the model'!r}"
+        explained = "" if math.isnan(parted["allowed"]) else f"; rounding explains {shown(parted['allowed'])}"
+        out.append(
+            f"they part at update {parted['update']}: {what} is {shown(parted['own'])} as it is, "
+            f"{shown(parted['fp32'])} in FP32{explained}"
+        )
+    elif doc["compared"]:
+        out.append(f"they part nowhere in {doc['compared']:,} updates beyond what rounding explains")
+    for side, run in doc["runs"].items():
+        out.append(f"{name_of(side)}: {_ran(run)}")
+    out += doc["verdict"]["notes"]
+    findings = [f for f in doc["runs"]["own"]["findings"] if f["severity"] != "info"]
+    for finding in findings[:5]:
+        at = finding["at"]
+        where = f" {at['file'].rpartition('/')[2]}:{at['line']}" if at else ""
+        out.append(f"the doctor on the script as it is: {finding['rule']}{where}: {finding['message']}")
+    if doc["compared"]:
+        out.append(f"what rounding explains: {doc['measure']}")
+    return out
+
+
+def name_of(side: str) -> str:
+    return "as it is" if side == "own" else "in FP32"
+
+
+def _ran(run: Mapping[str, Any]) -> str:
+    parts = [f"{run['attempted']:,} attempted updates, {run['applied']:,} applied"]
+    if run["schedule"] is not None:
+        parts.append(f"schedule at {run['schedule']}")
+    if run["lr"] is not None:
+        parts.append(f"learning rate {shown(run['lr'])}")
+    if run["scale"] is not None:
+        parts.append(f"loss scale {shown(run['scale'])}")
+    if run["seconds"] is not None:
+        parts.append(f"{run['seconds']:.0f} s")
+    if run["raised"] is not None:
+        parts.append(f"ended by {run['raised']['type']} at {run['raised']['at']}")
+    elif run["seconds"] is None:
+        parts.append("cut short" if run["attempted"] else "not reached")
+    elif run["exit"]:
+        parts.append(f"exit status {run['exit']}")
+    return " · ".join(parts)
+
+
+def _updates(doc: Mapping[str, Any]) -> Table:
+    """In each column, or pair of columns, as it is before FP32."""
+    table = Table(box=None, pad_edge=False, header_style="dim", title_style="dim", title_justify="left")
+    several = len({row["optimizer"] for row in doc["updates"]}) > 1
+    titles = ["update", *(["optimizer"] if several else []), "loss", "FP32", "norm", "FP32", "outcome", "applied"]
+    for title in (*titles, "rate"):
+        table.add_column(title, justify="right", no_wrap=True)
+    parted = None if doc["parted"] is None else doc["parted"]["update"]
+    for row in chosen(doc["updates"], parted):
+        own, fp32 = row["own"], row["fp32"]
+        cells = [f"{row['update']:,}", *([str(row["optimizer"])] if several else [])]
+        cells += [shown(x) for x in (own["loss"], fp32["loss"], own["norm"], fp32["norm"])]
+        cells += [_both(own["outcome"], fp32["outcome"]), _both(f"{own['applied']:,}", f"{fp32['applied']:,}")]
+        table.add_row(
+            *cells, _both(shown(own["lr"]), shown(fp32["lr"])), style="bold" if row["update"] == parted else ""
+        )
+    return table
+
+
+def _both(own: str, fp32: str) -> str:
+    return own if own == fp32 else f"{own} / {fp32}"
+
+
+def _layers(doc: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column(f"layer, update {layers[0]['update']}")
+    for title in ("norm", "FP32", "times what rounding explains"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for layer in layers:
+        own, fp32, excess = layer["own"], layer["fp32"], layer["excess"]
+        table.add_row(layer["layer"] or "the model", shown(own), shown(fp32), shown(excess))
+    return table
+
+
+def named_layers(doc: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The layers furthest apart, at the parting or else at the last update that was sampled."""
+    layers: list[Mapping[str, Any]] = doc["layers"]
+    if not layers:
+        return []
+    moments = {layer["update"] for layer in layers}
+    wanted = doc["parted"]["update"] if doc["parted"] is not None else None
+    at = wanted if wanted in moments else max(moments)
+    return [layer for layer in layers if layer["update"] == at][:_LAYERS]
+
+
+def chosen(rows: Sequence[Mapping[str, Any]], parted: int | None) -> list[Mapping[str, Any]]:
+    """Some rows: ever further apart, with the first, the last and the parting."""
+    last = len(rows) - 1
+    wanted = {0, last, *(round(last ** (n / (_ROWS - 2))) for n in range(_ROWS - 1))}
+    return [row for n, row in enumerate(rows) if n in wanted or row["update"] == parted]
+
+
+def shown(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if math.isfinite(value) else str(value)
+
+
+def _print(console: Console, text: Text) -> None:
+    """Whole lines where the console is no terminal, so that they can be searched and cut."""
+    console.print(text, highlight=False, soft_wrap=not console.is_terminal)
