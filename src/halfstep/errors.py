@@ -54,3 +54,9 @@ class UpdateDiffersError(HalfstepError, AssertionError):
 
 class RecordError(HalfstepError, OSError):
     """A run record that cannot be written or read."""
+
+
+def counted(number: int, noun: str) -> str:
+    """ "1 contribution", "2 contributions", "2 micro-batches": for messages."""
+    plural = "es" if noun.endswith(("ch", "ss")) else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -13,6 +13,7 @@ import torch
 
 from halfstep.engine.graph import Sight
 from halfstep.engine.journal import FIELDS
+from halfstep.engine.precision import HALVES
 from halfstep.errors import PolicyError
 from halfstep.events import plain
 
@@ -39,6 +40,7 @@ class Account:
         self.dropped_groups = 0
         self.group_sizes: dict[int, int] = {}
         self.example_sizes: dict[int, int] = {}
+        self.update_sizes: dict[int, int] = {}
         self.accepted: dict[str, Any] | None = None
 
     def last_group(
@@ -72,15 +74,16 @@ class Account:
         for name in ("attempted", "applied", "skipped", "empty", "micro_batches", "examples", "weight"):
             setattr(self, name, counters[name])
 
-    def add_examples(self, micro_batches: int, examples: int | None) -> None:
-        """Keep how large groups are: A, and examples of this replica."""
+    def add_examples(self, micro_batches: int, examples: int | None, everywhere: int | None) -> None:
+        """Keep how large groups are: A, the examples of this replica, and of all."""
         self.group_sizes[micro_batches] = self.group_sizes.get(micro_batches, 0) + 1
-        if examples is None:
+        if examples is None or everywhere is None:
             self.examples = None
             return
+        self.update_sizes[everywhere] = self.update_sizes.get(everywhere, 0) + 1
         self.example_sizes[examples] = self.example_sizes.get(examples, 0) + 1
         if self.examples is not None:
-            self.examples += examples
+            self.examples += everywhere
 
     def add_weight(self, weight: float | None) -> None:
         self.weight = None if weight is None or self.weight is None else self.weight + weight
@@ -105,8 +108,8 @@ def report(manager: MixedPrecisionManager) -> dict[str, Any]:
             "m": None if examples is None or not size or examples % size else examples // size,
             "A": size,
             **replicas,
-            "examples_per_update": None if examples is None else examples * replicas["D"],
-            "how": "counted: the commonest group; m × A × D computed from it",
+            "examples_per_update": _commonest(account.update_sizes),
+            "how": "counted: the commonest group of this replica, and the commonest update of all",
             "group_sizes": {str(k): v for k, v in sorted(account.group_sizes.items())},
             "examples_seen": account.examples,
             "supervised_elements": account.weight,
@@ -158,10 +161,20 @@ def _precision(manager: MixedPrecisionManager) -> dict[str, Any]:
         master = f"none for {half} BF16 parameters: an update smaller than 1/256 of a weight rounds away"
     else:
         master = "the parameters themselves; autocast's half copies are passing, checkpoints do not shrink"
+    used, autocast = precision.name, "none"
+    sight = manager._contributor.sight
+    if precision.dtype is not None and precision.entered:
+        autocast = "manager.context() was entered"
+    elif precision.dtype is not None:
+        halves = sorted({dtype for _, dtype in sight.operators if dtype in HALVES}) if sight is not None else []
+        autocast = "manager.context() was never entered" + (f"; {', '.join(halves)} was seen to run" if halves else "")
+        opaque = sight is not None and bool(sight.opaque)
+        used = used if halves or opaque or sight is None else "fp32"
     return {
         "declared": precision.declared,
         "activated": precision.activated,
-        "used": precision.name,
+        "used": used,
+        "autocast": autocast,
         "device": precision.device_type,
         "parameters": dtypes,
         "master_weights": master,

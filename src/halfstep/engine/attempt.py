@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.engine.binding import Binding
 from halfstep.engine.norms import norms_of
-from halfstep.engine.replicas import Replicas
+from halfstep.engine.sharded import whole_norms
 
 EPSILON = 1e-6  # of clip_grad_norm_: max_norm / (norm + 1e-6)
 Number = float | Tensor
@@ -34,16 +34,17 @@ class Attempt:
 class Attempts:
     """Performs attempts under one policy. ``max_norm`` None: no clipping; ``heed``: non-finite gradients skip."""
 
-    def __init__(self, max_norm: float | None, heed: bool, replicas: Replicas) -> None:
+    def __init__(self, max_norm: float | None, heed: bool) -> None:
         self.max_norm = max_norm
         self.heed = heed
-        self.replicas = replicas
         self._factors: dict[torch.device, Tensor] = {}
 
     def measure(self, binding: Binding, gradients: Sequence[Tensor], folded: bool) -> tuple[Tensor, Tensor]:
         """(norm of every gradient, their total), before any division."""
         norms = norms_of(gradients, plain=binding.plain, exact=folded)
-        return norms, self.replicas.norm(norms)
+        if binding.sharded:
+            norms = whole_norms(norms, binding.having())
+        return norms, torch.linalg.vector_norm(norms, 2.0)
 
     # --- the host knows the numbers: a CPU, or an optimizer that cannot fold and so has to wait anyway ---
 
@@ -99,7 +100,7 @@ class Attempts:
             coefficient: Number = 1.0
         else:
             grad_norm = total / divisor
-            found = self.replicas.agree((total * 0.0).nan_to_num_(nan=1.0))
+            found = (total * 0.0).nan_to_num_(nan=1.0)
             coefficient = 1.0
             factor = _as_factor(divisor, device)
             if self.max_norm is not None:

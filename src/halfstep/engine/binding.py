@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from halfstep.errors import MisuseError, UnsupportedError
+from halfstep.engine.collectives import plain
+from halfstep.errors import MisuseError, UnsupportedError, counted
 
 FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 Optimizer = torch.optim.Optimizer
@@ -49,6 +50,7 @@ class Binding:
         self.device = next(p.device for p in self.parameters if p.requires_grad)
         self.plain = False
         self.sparse = False
+        self.sharded = any(plain(p) is not p for p in self.parameters)
         self._looked: Any = None
         self._foldable = False
         self._lacking: list[tuple[Optimizer, dict[str, Any], list[Tensor], bool]] = []
@@ -86,8 +88,13 @@ class Binding:
             self._looked = None
 
     def gradients(self) -> list[Tensor]:
-        """The gradients that are there, in the order of ``parameters``."""
-        return [g for g in [p.grad for p in self.parameters] if g is not None]
+        """The gradients that are there, in the order of ``parameters``; of sharded ones what is stored here."""
+        found = [g for g in [p.grad for p in self.parameters] if g is not None]
+        return [plain(g) for g in found] if self.sharded else found
+
+    def having(self) -> list[Tensor]:
+        """The parameters that go with :meth:`gradients`."""
+        return [p for p in self.parameters if p.grad is not None]
 
     def named(self) -> list[str]:
         """The names that go with :meth:`gradients`."""
@@ -194,7 +201,19 @@ class Binding:
     # --- ownership ---
 
     def _require_ownership(self) -> None:
-        owned = {id(p): p for o in self.optimizers for group in o.param_groups for p in group["params"]}
+        owned: dict[int, Tensor] = {}
+        for position, optimizer in enumerate(self.optimizers):
+            own = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+            twice = [p for key, p in own.items() if key in owned]
+            if twice:
+                kinds = [type(o).__name__ for o in self.optimizers[: position + 1]]
+                raise MisuseError(
+                    f"{counted(len(twice), 'parameter')} would be updated twice from one gradient, being in more than "
+                    f"one of {', '.join(kinds[:-1])} and {kinds[-1]}: {_some([self.name_of(p) for p in twice])}",
+                    "give every parameter to one optimizer (and every optimizer to step once); for another learning "
+                    "rate or weight decay, a parameter group",
+                )
+            owned |= own
         missing = [
             n for n, p in zip(self.names, self.parameters, strict=True) if p.requires_grad and id(p) not in owned
         ]

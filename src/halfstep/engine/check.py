@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halfstep.engine.late import Mail
-from halfstep.errors import NonFiniteError
+from halfstep.errors import MisuseError, NonFiniteError
 
 
 class Check:
@@ -20,6 +20,10 @@ class Check:
     """
 
     def __init__(self, tensor: Tensor, name: str, update: int) -> None:
+        if not isinstance(tensor, Tensor):
+            raise MisuseError(
+                f"check was given a {type(tensor).__name__}", "check(tensor, name): the tensor to look at"
+            )
         self.name = name
         self.update = update
         self.dtype = str(tensor.dtype).removeprefix("torch.")

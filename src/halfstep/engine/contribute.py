@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from halfstep.engine.reading import read_weight
 from halfstep.engine.replicas import Replicas
 from halfstep.engine.scale import LossScale
 from halfstep.engine.terms import TermBuffers
-from halfstep.errors import GroupError, MisuseError, PolicyError, WeightError
+from halfstep.errors import GroupError, MisuseError, PolicyError, WeightError, counted
 from halfstep.weigh import Weighing, weigh
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -45,9 +45,8 @@ class Contributor:
         """Why examples are counted although weights were to be read from the loss; None: they are read."""
         self.host = True
         """Whether device values can be read without waiting: the device is a CPU."""
-        self.averaging = replicas.averaging
-        self._scale = scale
-        self._replicas = replicas
+        self.scale = scale
+        self.replicas = replicas
         self._activated = activated
         self._seeds: dict[tuple[Any, ...], Tensor] = {}
 
@@ -82,9 +81,10 @@ class Contributor:
                     "compute it outside torch.no_grad(), without detach(), from parameters with requires_grad",
                 )
             if self._activated and one.dtype in _HALF:
+                scaled = f", and times a loss scale of {self.scale.value:g} it would be inf in FP16"
                 raise MisuseError(
-                    f"the loss is a {str(one.dtype).removeprefix('torch.')} scalar: it keeps three digits, and times a "
-                    "loss scale of 65536 it is inf in FP16",
+                    f"the loss is a {str(one.dtype).removeprefix('torch.')} scalar: it keeps three digits"
+                    + (scaled if self.scale.is_enabled() else ""),
                     "compute the loss in FP32: loss_fn(outputs.float(), targets)",
                 )
         return losses
@@ -103,8 +103,36 @@ class Contributor:
                 "for batch in group: … manager.backward(loss)",
             )
 
+    def require_only(
+        self, losses: tuple[Tensor, ...], mode: Mode, only: list[Tensor] | None, group: Group[Any] | None
+    ) -> None:
+        """Refuse a second backward of one micro-batch where the sum of weights would count its elements twice.
+
+        Two losses of the same elements, or one loss over two parts of them: the graph cannot tell which. Backwards
+        that reach parameters of their own (``inputs=``, or graphs apart) have denominators of their own.
+        """
+        if group is None or mode != "along":
+            return
+        before = [c for c in self.ledger.pending if c.micro_batch == group.position and not c.empty]
+        if not before:
+            return
+        reached = frozenset(map(id, graph.look(losses).leaves if only is None else only))
+        if any(c.reaches(reached) for c in before):
+            raise WeightError(
+                f"micro-batch {group.position + 1} of group {group.index + 1} was given a second backward: its "
+                "weights are added up as they come, and its elements would count twice in W",
+                "two losses: one backward for both, manager.backward([loss_1, loss_2]); or groups(loader, size, "
+                "weight=…), which knows W ahead and takes any number; two parts of a micro-batch: smaller ones in the "
+                "loader",
+            )
+
     def normalise(self, losses: tuple[Tensor, ...], weight: Any, group: Group[Any] | None) -> Normalised:
         """How this contribution is normalised. Changes nothing but the anchor of counted weights."""
+        if group is not None and group.filling and group.micro_weights is None:
+            nothing: tuple[Weight, ...] = (0.0,) * len(losses)
+            if group.reduction == "none":
+                return "plain", "none: as the caller scaled it", nothing, None
+            return self._along("counted along", nothing, group.reduction, len(group))
         if group is None:
             if weight is None:
                 return "plain", "none: as the caller scaled it", (1.0,) * len(losses), None
@@ -138,7 +166,8 @@ class Contributor:
             entries = entries * terms
         if len(entries) != terms:
             raise WeightError(
-                f"backward was given {terms} losses and {len(entries)} weights", "one weight for each loss"
+                f"backward was given {counted(terms, 'loss')} and {counted(len(entries), 'weight')}",
+                "one weight for each loss",
             )
         # Read even where that waits for a device: a backward that weighs 0 must not run, its gradient may be NaN.
         return host_weights([entries])[0]
@@ -151,7 +180,8 @@ class Contributor:
             own, totals = own * len(losses), totals * len(losses)
         if len(own) != len(losses):
             raise WeightError(
-                f"backward was given {len(losses)} losses, the group's weight function gave {len(own)} weights",
+                f"backward was given {counted(len(losses), 'loss')}, the group's weight function gave "
+                f"{counted(len(own), 'weight')}",
                 "one weight for each term, in the same order",
             )
         if group.reduction == "none":
@@ -163,11 +193,22 @@ class Contributor:
         return "ahead", "counted ahead", factors, own
 
     def _along(self, source: str, weights: tuple[Weight, ...], reduction: str, size: int | None) -> Normalised:
+        if not self.replicas.alone:
+            self.agree(weights, size)
         reference = self.ledger.anchor(weights, size)
         if reduction == "sum":
             factors = tuple(0.0 if isinstance(w, float) and w == 0.0 else 1.0 / reference for w in weights)
             return "along", source, factors, weights
         return "along", source, tuple(w / reference for w in weights), weights
+
+    def agree(self, weights: tuple[Weight, ...], size: int | None) -> None:
+        """Replicas divide by one reference, whatever each of them weighs first."""
+        self.replicas.require_known("a weight was given outside manager.groups")
+        ledger = self.ledger
+        if not self.replicas.local and not ledger.anchored:
+            first = max(float(w) for w in weights) if self.replicas.scale is None else 0.0
+            ledger.reference = self.replicas.reference(first, size or 1)
+            ledger.anchored = True
 
     def _read(self, losses: tuple[Tensor, ...], group: Group[Any]) -> tuple[Weight, ...]:
         """Weights from the graphs of the losses; the examples of the micro-batch where they cannot be read."""
@@ -217,17 +258,18 @@ class Contributor:
             None if only is None else frozenset(map(id, only)),
         )
         if not live:
-            self._replicas.nothing(losses)
+            self.replicas.nothing()
             self.ledger.pending.append(contribution)
             return contribution
         sight: graph.Sight | None = None
         buffered = mode == "along" and len(losses) > 1
         if self.look or buffered:
             sight = graph.look([losses[i] for i in live], operators=self.sight is None)
-            contribution.leaves = frozenset(map(id, sight.leaves)) if sight.whole else None
+            known = sight.whole and not self.replicas.sharded  # else the graph holds passing parameters
+            contribution.leaves = frozenset(map(id, sight.leaves)) if known else None
         weighings = [weigh(losses[i]) for i in live] if self.weigh else []
         roots = [losses[i] for i in live]
-        averaging = 1 if mode == "plain" else self.averaging
+        averaging = 1 if mode == "plain" else self.replicas.averaging
         seeds = [self.seed(losses[i], factors[i] * averaging) for i in live]
         try:
             if buffered:
@@ -244,6 +286,8 @@ class Contributor:
             for weighing in weighings:
                 weighing.remove()
             raise
+        if not self.replicas.local:
+            self.replicas.done()
         if weighings:
             self._keep(contribution, weighings, [factors[i] * averaging for i in live])
         if sight is not None:
@@ -255,7 +299,7 @@ class Contributor:
 
     def _keep(self, contribution: Contribution, weighings: list[Weighing], factors: list[Weight]) -> None:
         """What weighing found, each term beside the factor its root got."""
-        scale = self._scale.value
+        scale = self.scale.value
         reasons = [w.opaque for w in weighings if w.opaque is not None]
         contribution.opaque = "; ".join(reasons) or None
         if contribution.opaque is None:
@@ -267,7 +311,7 @@ class Contributor:
 
     def seed(self, loss: Tensor, factor: Weight) -> Tensor:
         """The gradient that enters the graph at a loss: ``factor`` times the loss scale."""
-        scale = self._scale
+        scale = self.scale
         if scale.is_enabled():
             tensor = scale.on(loss.device)
             if self.host and isinstance(factor, float):
@@ -294,11 +338,17 @@ def inputs_of(inputs: Any) -> list[Tensor] | None:
     if isinstance(inputs, nn.Module):
         inputs = [p for p in inputs.parameters() if p.requires_grad]
     tensors: list[Tensor] = []
-    for entry in inputs:
+    entries = inputs if isinstance(inputs, Iterable) and not isinstance(inputs, (str, bytes)) else [inputs]
+    for entry in entries:
         if isinstance(entry, nn.Module):
             tensors.extend(p for p in entry.parameters() if p.requires_grad)
-        else:
+        elif isinstance(entry, Tensor):
             tensors.append(entry)
+        else:
+            raise PolicyError(
+                f"inputs= was given {entry!r}, of type {type(entry).__name__}"[:200],
+                "the module, or the parameters, that this loss may add gradients to",
+            )
     if not tensors:
         raise PolicyError("inputs= holds no tensor", "the parameters this loss may add gradients to")
     return tensors

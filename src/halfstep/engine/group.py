@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from halfstep.engine.ledger import host_weights
-from halfstep.errors import GroupError, MisuseError, PolicyError
+from halfstep.engine.ledger import Mode, Share, host_weights
+from halfstep.engine.settings import flag
+from halfstep.errors import GroupError, MisuseError, PolicyError, counted
 
 if TYPE_CHECKING:
     from halfstep.engine.manager import MixedPrecisionManager
+    from halfstep.engine.rows import Opening
 
 REDUCTIONS = ("mean", "sum", "none")
 Batch = TypeVar("Batch")
@@ -95,6 +97,11 @@ class Group(Generic[Batch]):
     ) -> None:
         self._manager = manager
         self._batches: list[Batch | None] = list(batches)
+        self.own = len(batches)
+        """Micro-batches of this replica's own; those after them only keep it in company, and weigh nothing."""
+        self.opening: Opening | None = None
+        self.exchange_at = -1 if manager.replicas.local else None
+        """The micro-batch whose backward exchanges gradients; None: the engine does, at the update."""
         self._model = model
         self._length = len(batches)
         self.size = size
@@ -111,12 +118,35 @@ class Group(Generic[Batch]):
         elif reduction == "none" and self.examples is not None:
             self.micro_weights = [(float(n or 0),) for n in self.example_counts]
         if self.micro_weights is not None:
-            local = tuple(sum(column) for column in zip(*self.micro_weights, strict=True))
-            self.weights = manager.replicas.open(local)
+            self.weights = tuple(sum(column) for column in zip(*self.micro_weights, strict=True))
         self.position = -1  # of the micro-batch now being worked on
         self.contributed = True  # whether it had its backward
         self.exhausted = False
         self.closed = False
+
+    def join(self, opening: Opening, spare: Batch | None) -> None:
+        """Take this group's part in that of all replicas. ``spare``: a micro-batch to go through once more."""
+        replicas = self._manager.replicas
+        self.opening, self.weights = opening, opening.weights
+        missing = opening.longest - self.own if replicas.sharded else 0
+        if missing:
+            self._batches += [spare] * missing
+            self.example_counts += [0] * missing
+            self._length += missing
+            if self.micro_weights is not None:
+                self.micro_weights += [(0.0,) * len(self.weights or ())] * missing
+        self.exchange_at = replicas.exchange_at(self._model, opening, self.micro_weights, self._length)
+
+    def nothing(self) -> Share:
+        """The contributions of a replica that ran dry: it takes part in the update all the same."""
+        weights = None if self.opening is None else self.opening.weights
+        mode: Mode = "ahead" if weights is not None else "plain" if self.reduction == "none" else "along"
+        return Share([], mode, weights)
+
+    @property
+    def filling(self) -> bool:
+        """Whether the micro-batch now being worked on only keeps this replica in company."""
+        return self.position >= self.own
 
     @property
     def weight(self) -> float | None:
@@ -152,7 +182,9 @@ class Group(Generic[Batch]):
         self.contributed = False
         batch = self._batches[self.position]
         self._batches[self.position] = None
-        manager.replicas.hold(self._model, self.position + 1 == self._length)
+        if not manager.replicas.local:
+            first = self.position == 0 and self.exchange_at is not None
+            manager.replicas.hold(self._model, self.position == self.exchange_at, buffers=first)
         return batch  # type: ignore[return-value]
 
     @property
@@ -162,7 +194,7 @@ class Group(Generic[Batch]):
 
     def progress(self) -> str:
         done = self.position + 1 if self.contributed else self.position
-        return f"{max(done, 0)} of {self._length} micro-batches"
+        return f"{max(done, 0)} of {counted(self._length, 'micro-batch')}"
 
     def leave(self) -> None:
         """Put back what the group changed, however it is left."""
@@ -172,7 +204,7 @@ class Group(Generic[Batch]):
 
     def __repr__(self) -> str:
         weight = "read from the loss" if self.weights is None else f"weight {self.weight:g}"
-        return f"Group({self.index + 1}: {self._length} micro-batches, {weight})"
+        return f"Group({self.index + 1}: {counted(self._length, 'micro-batch')}, {weight})"
 
 
 class Groups(Generic[Batch]):
@@ -190,8 +222,15 @@ class Groups(Generic[Batch]):
         model: nn.Module | None,
         ids: Weigher | str | int | None,
     ) -> None:
+        if isinstance(loader, int) and isinstance(size, Iterable):
+            raise PolicyError(
+                f"groups was given a loader of type int and a size of type {type(size).__name__}: they stand the other "
+                "way round",
+                f"groups(loader, {loader})",
+            )
         if isinstance(size, bool) or not isinstance(size, int):
-            raise PolicyError(f"group size {size!r} is no whole number", "the number of micro-batches of an update")
+            shown = repr(size) if isinstance(size, (bool, float, str)) else f"of type {type(size).__name__}"
+            raise PolicyError(f"group size {shown} is no whole number", "the number of micro-batches of an update")
         if size < 1:
             raise PolicyError(f"group size {size}: an update needs at least one micro-batch", "size=1 or more")
         if reduction not in REDUCTIONS:
@@ -202,11 +241,13 @@ class Groups(Generic[Batch]):
         self._loader = loader
         self._size = size
         self._weigher = _function(weight)
+        self._weight = "read from the loss" if weight is None else getattr(weight, "__name__", repr(weight))
         self._reduction = reduction
-        self._drop_last = bool(drop_last)
+        self._drop_last = flag("drop_last", drop_last)
         self._model = model
         self._ids = _function(ids)
         self._iterator: Iterator[Batch] | None = None
+        self._spare: Batch | None = None
         self._ended = False  # the loader is
         self._finished = False  # the epoch is
         self._index = 0
@@ -217,30 +258,33 @@ class Groups(Generic[Batch]):
     def __next__(self) -> Group[Batch]:
         manager = self._manager
         manager._order.require_no_group()
-        if self._ended:
+        replicas = manager.replicas
+        if not replicas.alone:
+            if self._model is not None:
+                manager._meet((self._model,))
+            replicas.require_known("a group was opened")
+        if self._ended and replicas.local:
             self._finish()
-        if self._iterator is None:
+        if self._iterator is None and not self._ended:
             self._iterator, taken = manager._position.begin(self._loader, self._size, manager.replicas.degree)
             self._index = taken // self._size
         batches: list[Batch] = []
-        while len(batches) < self._size:
+        while len(batches) < self._size and self._iterator is not None:
             try:
                 batches.append(next(self._iterator))
             except StopIteration:
                 self._ended = manager._position.exhausted = True
                 self._iterator = None
                 break
-        first = self._index == 0
-        if self._ended and not batches:
-            if first and manager._position.micro_batches == 0:
+        if self._ended and not batches and replicas.local:
+            if self._index == 0 and manager._position.micro_batches == 0:
                 raise MisuseError(
                     "the loader gave no micro-batch at all",
                     "a generator can be used only once: make it anew for each epoch; or the dataset, or this rank's "
                     "share of it, is empty",
                 )
             self._finish()
-        short = len(batches) < self._size
-        if short and self._drop_last:
+        if replicas.local and len(batches) < self._size and self._drop_last:
             self._drop(batches)
             self._finish()
         group = Group(
@@ -253,9 +297,39 @@ class Groups(Generic[Batch]):
             model=self._model,
             ids=self._ids,
         )
+        if not replicas.local:
+            self._join(group, batches)
         self._index += 1
         manager._order.open(group)
         return group
+
+    def _join(self, group: Group[Batch], batches: list[Batch]) -> None:
+        """Open the group on all replicas. The last one is decided for all: dropped where it is short anywhere."""
+        manager = self._manager
+        replicas = manager.replicas
+        if batches:
+            self._spare = batches[-1] if replicas.sharded else None
+        own = group.micro_weights
+        opening = replicas.open(
+            replicas.share(
+                attempted=manager._account.attempted,
+                size=self._size,
+                micro_batches=group.own,
+                live=None if own is None else sum(any(weights) for weights in own),
+                ended=self._ended,
+                spare=self._spare is not None,
+                examples=group.examples,
+                weights=None if own is None else group.weights,
+            )
+        )
+        if opening.over:
+            self._finish()
+        if opening.short and self._drop_last:
+            self._drop(batches)
+            self._finish()
+        group.join(opening, self._spare)
+        if not group.own and opening.weights is None and self._reduction != "none":
+            manager._contributor.agree((0.0,), self._size)
 
     def _finish(self) -> None:
         if not self._finished:
@@ -282,6 +356,12 @@ class Groups(Generic[Batch]):
         """Groups in an epoch, where the loader knows its length."""
         count = len(self._loader)  # type: ignore[arg-type]
         return count // self._size if self._drop_last else -(-count // self._size)
+
+    def __repr__(self) -> str:
+        known = f"{counted(len(self), 'group')} of " if hasattr(self._loader, "__len__") else "groups of "
+        last = ", drop_last" if self._drop_last else ""
+        policy = f"weight {self._weight}, reduction {self._reduction}{last}"
+        return f"Groups({known}{counted(self._size, 'micro-batch')}, {policy})"
 
 
 def _function(rule: Weigher | str | int | None) -> Weigher | None:

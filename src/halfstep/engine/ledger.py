@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halfstep.engine.late import host
-from halfstep.errors import MisuseError, WeightError
+from halfstep.errors import MisuseError, WeightError, counted
 
 Mode = Literal["plain", "ahead", "along"]
 """How contributions are normalised. "plain": as the caller scaled them. "ahead": W was known before backward, nothing
@@ -44,6 +44,8 @@ class Contribution:
     terms: tuple[Any, ...] = ()
     """What weighing found, on the updates that are weighed."""
     opaque: str | None = None
+    filler: bool = False
+    """Whether its micro-batch only kept this replica in the company of others."""
 
     def reaches(self, parameters: frozenset[int] | set[int]) -> bool:
         """Whether it may have added to any of these parameters."""
@@ -65,7 +67,9 @@ class Share:
 
     @property
     def micro_batches(self) -> int:
-        return len({c.micro_batch for c in self.contributions}) if len(self.contributions) > 1 else 1
+        if len(self.contributions) == 1:
+            return 1
+        return len({c.micro_batch for c in self.contributions if not c.filler})
 
     @property
     def examples(self) -> int | None:
@@ -119,14 +123,16 @@ class Ledger:
             return
         if first.mode != mode:
             words = {"plain": "without a weight", "along": "with a weight", "ahead": "weighted by its group"}
+            before = "the one" if len(self.pending) == 1 else f"the {len(self.pending)}"
             raise MisuseError(
-                f"contribution {len(self.pending) + 1} comes {words[mode]}, the {len(self.pending)} pending before it "
+                f"contribution {len(self.pending) + 1} comes {words[mode]}, {before} pending before it "
                 f"{words[first.mode]}: they have no common denominator",
                 "give every backward of a group its weight, or none of them",
             )
         if mode == "along" and first.weights is not None and len(first.weights) != terms:
             raise WeightError(
-                f"contribution {len(self.pending) + 1} has {terms} terms, the ones pending have {len(first.weights)}",
+                f"contribution {len(self.pending) + 1} has {counted(terms, 'term')}, what is pending has "
+                f"{len(first.weights)}",
                 "give every backward of a group the same terms, in the same order (weight 0 for an absent one)",
             )
 
@@ -183,6 +189,8 @@ def _sum(values: Iterable[Weight]) -> Weight:
 def host_weight(weight: Any, what: str = "weight") -> float:
     """A weight as a float. Raises :class:`WeightError` for what cannot weigh: negative, NaN, infinite, no number."""
     try:
+        if isinstance(weight, (bool, str, bytes)) or getattr(weight, "dtype", None) in (torch.bool, bool):
+            raise TypeError("a flag or a text is no count")
         value = host(weight) if isinstance(weight, Tensor) and weight.numel() == 1 else float(weight)
     except (TypeError, ValueError, RuntimeError) as error:
         raise WeightError(f"{what} is {weight!r}, not one number", "the number of supervised elements") from error

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -26,14 +26,15 @@ from halfstep.engine.position import Position
 from halfstep.engine.precision import Precision
 from halfstep.engine.quick import contribute_quickly
 from halfstep.engine.records import Records
-from halfstep.engine.replicas import Replicas, resolve
+from halfstep.engine.replicas import Replicas, fingerprint, resolve
 from halfstep.engine.scale import LossScale
 from halfstep.engine.schedule import Schedule, schedulers_of
+from halfstep.engine.settings import ON_NONFINITE, activated_of, choice, flag, norm_of
 from halfstep.engine.state import load, save
 from halfstep.engine.update import Update
-from halfstep.engine.updater import ON_NONFINITE, Updater
+from halfstep.engine.updater import Updater
 from halfstep.engine.verification import Verification
-from halfstep.errors import MisuseError, PolicyError
+from halfstep.errors import MisuseError, counted
 
 Batch = TypeVar("Batch")
 
@@ -80,21 +81,11 @@ class MixedPrecisionManager(Records):
         record: Sink | str | os.PathLike[str] | None = None,
     ) -> None:
         self._settings = {name: value for name, value in locals().items() if name != "self"}
-        if isinstance(activated, (str, torch.device, torch.dtype)):
-            raise PolicyError(
-                f"activated={activated!r}: the first argument switches mixed precision on or off",
-                f"MixedPrecisionManager(precision={str(activated)!r})" if activated in ("fp16", "bf16", "fp32")
-                else "MixedPrecisionManager(True, precision=…, device=…)",
-            )  # fmt: skip
-        if max_norm is not None and not 0.0 < float(max_norm) < math.inf:
-            raise PolicyError(f"max_norm={max_norm} is no norm", "a positive number, or None not to clip")
-        if on_nonfinite not in ON_NONFINITE:
-            raise PolicyError(f"unknown on_nonfinite {on_nonfinite!r}", f"one of {', '.join(map(repr, ON_NONFINITE))}")
-        self.activated = bool(activated)
+        self.activated = activated_of(activated)
         self.precision = Precision(precision, device, activated=self.activated)
-        self.max_norm = None if max_norm is None else float(max_norm)
-        self.on_nonfinite = on_nonfinite
-        self.monitor = bool(monitor)
+        self.max_norm = norm_of(max_norm)
+        self.on_nonfinite = choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        self.monitor = flag("monitor", monitor)
         self.replicas: Replicas = resolve(replicas)
         self.scaler = LossScale(
             self.precision.device_type,
@@ -114,7 +105,7 @@ class MixedPrecisionManager(Records):
         self._verification = Verification(self._journal)
         self._contributor = Contributor(self.scaler, self.replicas, activated=self.activated)
         self._ledger = self._contributor.ledger
-        self._order = Order(self._contributor, self._position, self._account)
+        self._order = Order(self._contributor, self._position, self._account, self._journal)
         self._bindings = Bindings(self._order.stepped_by_hand)
         self._updater = Updater(
             self.scaler,
@@ -199,6 +190,7 @@ class MixedPrecisionManager(Records):
         mode, source, factors, weights = contributor.normalise(losses, weight, group)
         ledger = self._ledger
         ledger.admit(mode, len(losses), None if only is None else frozenset(map(id, only)))
+        contributor.require_only(losses, mode, only, group)
         order.witnesses.before(ledger.waits)
         if group is None:
             examples, micro_batch = None, ledger.number
@@ -281,20 +273,30 @@ class MixedPrecisionManager(Records):
         self._updater.settle()
         self._updater.require_scale()
         binding = self._bindings.find(model, optimizer)
+        if not self.replicas.alone:
+            self._meet(binding.modules)
         schedulers = schedulers_of(scheduler)
-        self._schedule.require_untouched(schedulers, binding.optimizers)
+        self._schedule.require_fit(schedulers, binding.optimizers)
         share = self._order.share(binding)
-        self._order.require_intact(binding)
+        self._order.require_intact(binding, share)
         self._bindings.require_own(binding, share, self._ledger.pending)
         self._order.require_islands(binding)
         self._order.require_gradients(binding, share)
         self._order.verify(share, self._verification)
+        self._order.require_precision(self.precision)
+        closing = None if self.replicas.local else self._order.close(binding, share)
         shared = len(share) < len(self._ledger.pending)
         self._bindings.keep(binding)
         self._bindings.stepping = True
         try:
             update = self._updater.perform(
-                binding, share, self._ledger.reference, self._contributor.buffers, schedulers, shared_scale=shared
+                binding,
+                share,
+                self._ledger.reference,
+                self._contributor.buffers,
+                schedulers,
+                shared_scale=shared,
+                closing=closing,
             )
         finally:
             self._bindings.stepping = False
@@ -307,10 +309,22 @@ class MixedPrecisionManager(Records):
         number = self._account.attempted
         self._bindings.settle(binding, share, number)
         self._order.settle(binding, share, [b.ids for b in self._bindings])
-        source = share.contributions[0].source
+        source = share.contributions[0].source if share else "none: this replica had nothing left"
         self._sources[source] = self._sources.get(source, 0) + 1
         self._contributor.weigh = _is_power_of_two(number + 1)
         self._contributor.look = self._contributor.weigh or len(self._bindings) > 1
+
+    def _meet(self, modules: tuple[nn.Module, ...]) -> None:
+        """Learn who the replicas are; what could not be verified of them is told once."""
+        for note in self.replicas.meet(modules):
+            self._journal.note("replicas", note)
+            warnings.warn(f"halfstep: {note}", stacklevel=4)
+        if self.replicas.sharded:
+            for contribution in self._ledger.pending:
+                contribution.leaves = None
+        if not self.replicas.policy:
+            settings = (self.activated, self.precision.declared, self.max_norm, self.scheduler_unit, self.on_nonfinite)
+            self.replicas.policy = fingerprint(repr((*settings, self.scaler.settings())))
 
     def _learn_device(self, device: torch.device) -> None:  # the first loss tells
         self.precision.settle(device)
@@ -329,11 +343,11 @@ class MixedPrecisionManager(Records):
     def loss_scale(self, value: float) -> None:
         if self._ledger.pending or self._order.group is not None:
             raise MisuseError(
-                f"the loss scale was set with {self.pending} contributions pending: they carry the old one",
+                f"the loss scale was set with {counted(self.pending, 'contribution')} pending: they carry the old one",
                 "set it right after manager.step, before the next backward",
             )
         self._updater.settle()
-        self.scaler.set(float(value), self._account.attempted)
+        self.scaler.set(value, self._account.attempted)
 
     def state_dict(self, *, random_state: bool = False) -> dict[str, Any]:
         """Everything a new process needs to continue bit for bit, at an update boundary.

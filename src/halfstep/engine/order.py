@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -11,11 +13,14 @@ from halfstep.engine.binding import Binding
 from halfstep.engine.contribute import Contributor
 from halfstep.engine.group import Group
 from halfstep.engine.island import Islands
+from halfstep.engine.journal import Journal
 from halfstep.engine.ledger import Share
 from halfstep.engine.position import Position
+from halfstep.engine.precision import HALVES, Precision
+from halfstep.engine.rows import Closing
 from halfstep.engine.verification import Verification
 from halfstep.engine.witness import Witnesses
-from halfstep.errors import GroupError, MisuseError
+from halfstep.errors import GroupError, MisuseError, counted
 
 
 class Order:
@@ -24,13 +29,16 @@ class Order:
     Nothing here changes parameters, optimizers or the loss scale.
     """
 
-    def __init__(self, contributor: Contributor, position: Position, account: Account) -> None:
+    def __init__(self, contributor: Contributor, position: Position, account: Account, journal: Journal) -> None:
         self.contributor = contributor
         self.ledger = contributor.ledger
         self.position = position
         self.account = account
+        self.journal = journal
         self.witnesses = Witnesses()
         self.group: Group[Any] | None = None
+        self.told = False
+        """Whether the first update has been looked at: did anything run in the precision that was declared?"""
         self.unproven: list[tuple[nn.Module, Islands]] = []
         """Islands whose forward has not been seen to run yet."""
 
@@ -44,7 +52,7 @@ class Order:
         """A backward of the manager's own has run."""
         if self.group is not None:
             self.group.contributed = True
-        if empty:
+        if empty and not self.witnesses:
             return
         if self.witnesses:
             self.witnesses.after()
@@ -63,10 +71,15 @@ class Order:
                 "let the loop over the group end before manager.step; after a break, manager.discard() drops the group",
             )
         share = self.ledger.share(binding.ids, None if group is None else group.weights)
+        if group is not None and not group.own and not share:
+            return group.nothing()  # a replica that ran dry: it takes part, with nothing of its own
         if not share:
             if self.ledger.pending:
+                count = len(self.ledger.pending)
                 raise MisuseError(
-                    f"none of the {len(self.ledger.pending)} pending contributions reached a parameter of this model",
+                    f"none of the {count} pending contributions reached a parameter of this model"
+                    if count > 1
+                    else "the one pending contribution reached no parameter of this model",
                     "step the model whose loss was given to backward",
                 )
             raise MisuseError(
@@ -75,7 +88,32 @@ class Order:
             )
         return share
 
-    def require_intact(self, binding: Binding) -> None:
+    def close(self, binding: Binding, share: Share) -> Closing:
+        """What is pending on all replicas. A collective where W was not known before the group."""
+        replicas, group = self.contributor.replicas, self.group
+        apart = bool(self.contributor.buffers)
+        opening = None if group is None else group.opening
+        if opening is not None and opening.weights is not None:
+            local = group is None or group.exchange_at is None
+            if not local and not apart and not replicas.exchanged:
+                raise MisuseError(
+                    "the gradients of this group have not been exchanged: the last forward that was supervised did not "
+                    "go through the wrapped model",
+                    "model(x) in every micro-batch, not model.module(x)",
+                )
+            closing = Closing(opening.weights, not any(opening.weights), local or apart)
+        else:
+            closing = replicas.close(
+                share.mode,
+                len(share),
+                None if share.weights is None else [float(w) for w in share.weights],
+                empty=share.empty,
+                apart=apart or (group is not None and group.exchange_at is None),
+                guessed=self.contributor.counted_examples is not None,
+            )
+        return closing if opening is None else replace(closing, examples=opening.examples)
+
+    def require_intact(self, binding: Binding, share: Share) -> None:
         """Raise what was noticed of verbs called by hand since the last update."""
         witnesses = self.witnesses
         witnesses.before(self.ledger.waits)
@@ -83,6 +121,26 @@ class Order:
         if witnesses.fault is not None:
             seen, fix = witnesses.fault
             raise MisuseError(seen, f"{fix}; manager.discard() drops what is pending")
+        if witnesses.edited(binding.ids):
+            self._edited(share)
+
+    def _edited(self, share: Share) -> None:
+        """Gradients were changed in place by hand: harmless where they are the real ones, else refused."""
+        scale = self.contributor.scale.value
+        carried = [f"the loss scale {scale:g}"] * (scale != 1.0)
+        if share.mode == "along" and share.weights is not None:
+            carried.append(f"what the total weight of {float(share.weights[0]):g} is still to divide")
+        if not carried:
+            self.journal.note(
+                "gradients changed by hand", "between manager.backward and manager.step, in place; the norm is theirs"
+            )
+            return
+        raise MisuseError(
+            f"the gradients were changed in place between manager.backward and manager.step, while they carry "
+            f"{' and '.join(carried)}: a threshold on them is not the one that was meant, nor is the norm",
+            "manager.step clips, once and unscaled: MixedPrecisionManager(max_norm=…), and update.grad_norm is the "
+            "norm; a factor or a mask belongs into parameter.register_hook; manager.discard() drops what is pending",
+        )
 
     def require_gradients(self, binding: Binding, share: Share) -> None:
         """Raise where contributions reached no parameter that this optimizer would update."""
@@ -91,8 +149,8 @@ class Order:
         if any(parameter.grad is not None for parameter in binding.parameters):
             return
         raise MisuseError(
-            f"none of the {len(binding.parameters)} parameters of the model has a gradient, after {len(share)} "
-            "contributions",
+            f"none of the {len(binding.parameters)} parameters of the model has a gradient, after "
+            f"{counted(len(share), 'contribution')}",
             "the loss was computed by another copy of the model, or from parameters the model had before it was moved "
             "or replaced; or gradients were cleared by hand: leave zero_grad() out",
         )
@@ -107,6 +165,24 @@ class Order:
                 islands.require_used()
                 self.unproven.remove((model, islands))
 
+    def require_precision(self, precision: Precision) -> None:
+        """At the first update: say it where a half precision was declared and nothing ran in it."""
+        if self.told or precision.entered:
+            return
+        self.told = True
+        sight = self.contributor.sight
+        half = sight is not None and (bool(sight.opaque) or any(dtype in HALVES for _, dtype in sight.operators))
+        if precision.dtype is None or half:
+            return
+        seen = f"{precision.name} is declared, and manager.context() was never entered"
+        scaled = "; the loss is scaled for nothing" if precision.scaled else ""
+        self.journal.note("nothing ran in half precision", f"{seen}{scaled}")
+        warnings.warn(
+            f"halfstep: nothing ran in half precision: {seen}{scaled}. Wrap the forward in `with manager.context():`, "
+            'or declare precision="fp32"',
+            stacklevel=3,
+        )
+
     def verify(self, share: Share, verification: Verification) -> None:
         """Hold the weights of contributions that were weighed against what their losses divided by."""
         if not self.contributor.weigh or self.contributor.counted_examples is not None:
@@ -119,20 +195,23 @@ class Order:
     def settle(self, binding: Binding, share: Share, known: list[frozenset[int]]) -> None:
         """After an attempt: its contributions are used, their group is over once all are."""
         self.ledger.settle(share)
+        if not self.contributor.replicas.local:
+            self.contributor.replicas.forget()
         self.contributor.leaves = []
         self.witnesses.keep(binding.parameters, binding.ids, known)
         group = self.group
         if group is not None and not self.ledger.pending:
             if group.short:
                 self.account.last_group(
-                    kept=True, micro_batches=len(group), size=group.size, examples=group.examples, ids=group.ids
+                    kept=True, micro_batches=group.own, size=group.size, examples=group.examples, ids=group.ids
                 )
-            self.position.used(len(group), group.examples)
+            self.position.used(group.own, group.examples)
             self.leave()
 
     def drop(self) -> None:
         """Forget what is pending; its gradients have been cleared."""
         self.contributor.drop()
+        self.contributor.replicas.forget()
         self.witnesses.clear()
         self.leave()
 
@@ -165,7 +244,7 @@ class Order:
         self.require_no_group()
         if self.ledger.pending:
             raise MisuseError(
-                f"{len(self.ledger.pending)} contributions made outside any group are pending, and a group was "
+                f"{counted(len(self.ledger.pending), 'contribution')} made outside any group pending, and a group was "
                 "opened: they have no common denominator",
                 "manager.step before the group begins, or manager.discard()",
             )

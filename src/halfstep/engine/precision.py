@@ -11,6 +11,7 @@ from halfstep.errors import PolicyError
 
 NAMES = ("fp32", "fp16", "bf16", "auto")
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+HALVES = ("float16", "bfloat16")
 _OFF: AbstractContextManager[Any] = nullcontext()
 
 
@@ -33,6 +34,8 @@ class Precision:
             raise PolicyError(f"device={device!r} is no device torch knows ({error})", 'for example "cuda"') from error
         self.settled = device is not None
         """Whether the device is certain: declared, or seen."""
+        self.entered = False
+        """Whether a region was asked for: a run that never did computed nothing in half by way of the manager."""
         self._reusable: torch.autocast | None = None
         self._resolve()
 
@@ -72,6 +75,7 @@ class Precision:
         """
         if self.dtype is None:
             return _OFF
+        self.entered = True
         if self._reusable is not None and not torch.is_autocast_enabled(self.device_type):
             return self._reusable
         if not self._both:

@@ -28,6 +28,8 @@ def contribute_quickly(contributor: Contributor, loss: Any, weight: Any, group: 
     """
     if contributor.weigh or contributor.look or not contributor.host or type(loss) is not Tensor:
         return False
+    if not contributor.replicas.alone:
+        return False
     if loss.dtype is not torch.float32 or loss.dim() or not loss.requires_grad or not _own_backward():
         return False
     ledger = contributor.ledger
@@ -56,6 +58,8 @@ def contribute_quickly(contributor: Contributor, loss: Any, weight: Any, group: 
             assert group.weights is not None
             mode, source, factor = "ahead", "counted ahead", weights[0] / group.weights[0]
         else:
+            if pending and pending[-1].micro_batch == micro_batch:
+                return False
             read = read_weight(loss, "mean", host=True).weight if contributor.counted_examples is None else None
             if not isinstance(read, float) or read == 0.0:
                 return False
@@ -63,7 +67,7 @@ def contribute_quickly(contributor: Contributor, loss: Any, weight: Any, group: 
             source, factor = "read from the loss", read / ledger.anchor(weights, len(group))  # type: ignore[assignment]
     if pending and (pending[0].mode != mode or (weights is not None and len(pending[0].weights or ()) != 1)):
         return False
-    seed = contributor.seed(loss, factor if mode == "plain" else factor * contributor.averaging)
+    seed = contributor.seed(loss, factor)
     _RUN((loss,), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True)
     pending.append(Contribution(mode, source, (host(loss),), (factor,), weights, examples, micro_batch))
     return True

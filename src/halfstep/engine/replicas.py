@@ -1,78 +1,225 @@
 """Who else contributes to an update: D replicas, and the R ranks a backend averages gradients over.
 
-This is the seam between the engine and the distributed world. One process is D = R = 1; other backends are classes
-with the same members. The engine calls them at fixed moments, on every rank in the same order:
+One process is D = R = 1 and exchanges nothing. With others, the model tells who they are (``meet``), or the process
+group given as ``replicas``. The engine then calls these at fixed moments, on every rank in the same order:
 
 ==================  ===========================================================================================
 ``degree``          D, the replicas: each sees other examples
-``averaging``       R, the ranks whose gradients the backend averages (1 where it sums)
-``open``            before a group whose weights are known: local W of each term -> W over all replicas
-``hold`` / ``free`` around each micro-batch of a group, forward included: ``hold(last)`` keeps gradients local on all
-                    but the last, ``free`` puts back what was
-``nothing``         a micro-batch of weight 0: no backward runs, yet a reducer may have to be fed
-``total``           after the last contribution: W that was counted along, over all replicas
-``norm``            local norms of the gradients -> their norm over shards and replicas
-``agree``           one rank's non-finite flag -> every rank's
+``averaging``       R, the ranks whose gradients are averaged
+``open``            before a group: everybody's micro-batches and weights -> W over all replicas
+``hold`` / ``free`` around each micro-batch of a group, forward included: ``hold(False)`` keeps gradients local,
+                    ``free`` puts back what was
+``done``            after a backward
+``nothing``         instead of one, for a micro-batch of weight 0: other ranks may wait for it
+``reference``       once in a run: what weights that are counted along are divided by on the way, alike everywhere
+``close``           after the last contribution, where W was counted along
+``average``         gradients that no backward has exchanged
+``whole``           norms of what is stored here -> norms of whole gradients
 ==================  ===========================================================================================
 """
 
 from __future__ import annotations
 
+import math
+import weakref
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from halfstep.errors import PolicyError, UnsupportedError
+from halfstep.engine import collectives
+from halfstep.engine.collectives import Link
+from halfstep.engine.layout import Layout, declared_link, infer
+from halfstep.engine.rows import Closing, Opening, Share, close_group, open_group, require_terms
+from halfstep.engine.wrappers import Wrapper
+from halfstep.errors import MisuseError, UnsupportedError
 
 
 class Replicas:
-    """One process: one replica, nothing to exchange. The base class of every other backend."""
+    """The replicas of one manager. ``declared``: as given to it (None: what the model shows; 1: none but this)."""
 
-    degree: int = 1
-    averaging: int = 1
-    backend: str = "one process"
-    local: bool = True
-    """Whether nothing is exchanged, so that the host may decide by itself."""
+    def __init__(self, declared: Any = None) -> None:
+        self.degree = 1
+        self.averaging = 1
+        self.backend = "one process"
+        self.how = "not distributed"
+        self.local = True
+        """Whether nothing is exchanged, so that the host may decide by itself."""
+        self.notes: list[str] = []
+        self.scale: float | None = None
+        """The reference of weights that are counted along, once it is agreed upon."""
+        self.policy = 0
+        self._alone = type(declared) is int
+        self._declared = declared_link(None if self._alone else declared)
+        self._links: tuple[Link, ...] = ()
+        self._met: dict[tuple[int, ...], tuple[list[Any], Layout]] = {}
+        if self._declared is not None:
+            self._links = (self._declared,)
+            self.degree = self.averaging = len(collectives.members(self._declared))
+            self.backend, self.how = "declared", "declared: a process group of its own"
+            self.local = False
 
-    def open(self, weights: Sequence[float]) -> tuple[float, ...]:
-        return tuple(weights)
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody else, and no process group that might have others in it."""
+        return self.local and (self._alone or not collectives.initialised())
 
-    def hold(self, model: nn.Module | None, last: bool) -> None:
-        """Called before each micro-batch's forward."""
+    # --- who they are ---
+
+    def meet(self, modules: Sequence[nn.Module]) -> list[str]:
+        """Learn from a model who its replicas are, the first time it is seen: what a reader should know of it."""
+        if self._alone or (self.local and not collectives.initialised()):
+            return []
+        key = tuple(map(id, modules))
+        known = self._met.get(key)
+        if known is not None and all(ref() is module for ref, module in zip(known[0], modules, strict=True)):
+            return []
+        layout = infer(modules, self._declared, [w for _, other in self._met.values() for w in other.wrappers])
+        if layout.links and self._links and self._met:
+            known_members = [collectives.members(link) for link in self._links]
+            if known_members != [collectives.members(link) for link in layout.links]:
+                raise UnsupportedError(
+                    f"one manager was given models of different replicas: {self.how}, and {layout.how}",
+                    "one manager for each set of replicas",
+                )
+        self._met[key] = [weakref.ref(module) for module in modules], layout
+        if layout.links or not self._links:
+            self._links = layout.links
+            self.degree, self.averaging = layout.degree, layout.averaging
+            self.backend, self.how = layout.backend, layout.how
+            self.local = not layout.links
+        self.notes.extend(layout.notes)
+        return layout.notes
+
+    def require_known(self, what: str) -> None:
+        """Raise where there is a process group of several, and nobody said who the replicas are."""
+        if self.local and not self._alone and not self._met and collectives.world() > 1:
+            raise MisuseError(
+                f"{what}, in a process group of {collectives.world()} ranks, before it is known who the replicas are",
+                "manager.groups(…, model=model) with the wrapped model, or MixedPrecisionManager(replicas=…) with the "
+                "process group of the replicas; replicas=1 where this process trains for itself",
+            )
+
+    def wrappers(self, model: nn.Module | None = None) -> list[Wrapper]:
+        """The wrappers in a model; of all models met where it is None."""
+        if model is not None:
+            entry = self._met.get((id(model),))
+            return [] if entry is None else entry[1].wrappers
+        return list({id(w): w for _, layout in self._met.values() for w in layout.wrappers}.values())
+
+    @property
+    def sharded(self) -> bool:
+        """Whether every micro-batch is a collective: each rank has to run as many of them."""
+        return any(wrapper.sharded for wrapper in self.wrappers())
+
+    # --- a group ---
+
+    def open(self, share: Share) -> Opening:
+        require_terms(share.weights or ())
+        return open_group(share, self._links)
+
+    def share(self, **facts: Any) -> Share:
+        return Share(rank=collectives.rank(), policy=self.policy, **facts)
+
+    def exchange_at(
+        self,
+        model: nn.Module | None,
+        opening: Opening,
+        weights: Sequence[tuple[float, ...]] | None,
+        micro_batches: int,
+    ) -> int | None:
+        """The micro-batch in whose backward wrappers exchange gradients; None: ``average`` does, at the update.
+
+        The last of positive weight: nothing is backpropagated for one of weight 0. Where a replica has none, no
+        backward may wait for it.
+        """
+        wrappers = self.wrappers(model)
+        if any(wrapper.sharded for wrapper in wrappers):
+            return micro_batches - 1
+        if not wrappers and not self._met and (not opening.complete or opening.uneven):
+            raise MisuseError(
+                f"replicas have {sorted({s.micro_batches for s in opening.shares})} micro-batches in one group, or "
+                "nothing supervised, and the model whose gradients they exchange is not known yet",
+                "manager.groups(…, model=model) with the wrapped model",
+            )
+        if not wrappers or not opening.complete:
+            return None
+        if weights is None:
+            return micro_batches - 1
+        return max(position for position, own in enumerate(weights) if any(own))
+
+    def hold(self, model: nn.Module | None, exchange: bool, *, buffers: bool) -> None:
+        for wrapper in self.wrappers(model):
+            wrapper.hold(exchange, buffers)
 
     def free(self, model: nn.Module | None) -> None:
-        """Called after each micro-batch's backward, and when a group is left in any other way."""
+        for wrapper in self.wrappers(model):
+            wrapper.free()
 
-    def nothing(self, losses: Sequence[Tensor]) -> None:
-        """Called instead of backward for a micro-batch of weight 0."""
+    def done(self) -> None:
+        for wrapper in self.wrappers():
+            wrapper.done()
 
-    def total(self, weights: Sequence[float | Tensor]) -> tuple[float | Tensor, ...]:
-        return tuple(weights)
+    def nothing(self) -> None:
+        for wrapper in self.wrappers():
+            wrapper.nothing()
 
-    def norm(self, norms: Tensor) -> Tensor:
-        total: Tensor = torch.linalg.vector_norm(norms, 2.0)
-        return total
+    def forget(self) -> None:
+        for wrapper in self.wrappers():
+            wrapper.forget()
 
-    def agree(self, found_inf: Tensor) -> Tensor:
-        return found_inf
+    def reference(self, first: float, micro_batches: int) -> float:
+        """What W is about: a power of two near it, agreed upon once. A collective then; ``first`` 0: not known here."""
+        if self.scale is None:
+            rows = collectives.gather([collectives.bits(first * micro_batches)], self._links)
+            most = max(collectives.number(row[0]) for row in rows)
+            if most > 0.0:
+                self.scale = 2.0 ** round(math.log2(most * self.degree))
+        return self.scale or 1.0
+
+    def close(
+        self, mode: str, contributions: int, weights: Sequence[float] | None, *, empty: bool, apart: bool, guessed: bool
+    ) -> Closing:
+        """W over all replicas; ``apart``: gradients were gathered outside backward."""
+        return close_group(
+            collectives.rank(),
+            mode,
+            contributions,
+            weights,
+            empty=empty,
+            local=apart or not self.exchanged,
+            guessed=guessed,
+            links=self._links,
+        )
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether what is in the gradients here has been exchanged."""
+        wrappers = self.wrappers()
+        return bool(wrappers) and all(wrapper.exchanged for wrapper in wrappers)
+
+    def average(self, parameters: Sequence[Tensor]) -> None:
+        collectives.average(parameters, self._links, self.averaging)
+
+    def gather(self, row: Sequence[int]) -> list[list[int]]:
+        return collectives.gather(row, self._links)
+
+    # --- the record ---
 
     def describe(self) -> dict[str, Any]:
         """For the record."""
-        return {"D": self.degree, "R": self.averaging, "backend": self.backend}
+        facts: dict[str, Any] = {"D": self.degree, "R": self.averaging, "backend": self.backend}
+        if not self.local:
+            facts |= {"how": self.how, "rank": collectives.rank(), "unverified": list(self.notes)}
+        return facts
 
 
 def resolve(replicas: Any) -> Replicas:
-    """``replicas`` as given to the manager -> the backend. None is one process."""
-    if replicas is None or replicas == 1:
-        return Replicas()
-    if isinstance(replicas, Replicas):
-        return replicas
-    if isinstance(replicas, int):
-        raise PolicyError(
-            f"replicas={replicas}: a number says how many, not how to reach them", "leave it out for one process"
-        )
-    raise UnsupportedError(
-        f"replicas={replicas!r} is of type {type(replicas).__name__}", "None for one process, or a Replicas backend"
-    )
+    """``replicas`` as given to the manager: None, 1, a process group, a mesh of one dimension."""
+    return replicas if isinstance(replicas, Replicas) else Replicas(replicas)
+
+
+def fingerprint(words: str) -> int:
+    """A policy as a number, the same in every process."""
+    return zlib.crc32(words.encode())

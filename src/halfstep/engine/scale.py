@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from halfstep.engine.late import host
+from halfstep.engine.settings import count, flag, number
 from halfstep.errors import MisuseError, PolicyError
 
 SCALE_MAX = 2.0**127  # the largest power of two FP32 holds
 FLOOR_TOUCHES = 3  # overflows in a row, at the floor, after which lowering the scale is known not to help
+GRAD_SCALE = 2.0**15  # the largest power of two that is an FP16 number
+GRAD_BACKOFF = 16.0
 _HISTORY = 4096
 
 
@@ -39,36 +42,39 @@ class LossScale(torch.amp.GradScaler):
         growth_interval: int = 2000,
         min_scale: float = 2.0**-8,
     ) -> None:
-        _require_scale("init_scale", init_scale)
-        _require_scale("min_scale", min_scale)
-        if growth_factor <= 1.0:
+        init_scale, min_scale = _scale("init_scale", init_scale), _scale("min_scale", min_scale)
+        growth_factor = number("growth_factor", growth_factor, "a factor above 1 (torch's is 2)")
+        if not 1.0 < growth_factor < math.inf:
             raise PolicyError(f"growth_factor={growth_factor} does not grow", "a factor above 1 (torch's is 2)")
+        backoff_factor = number("backoff_factor", backoff_factor, "between 0 and 1 (torch's is 0.5)")
         if not 0.0 < backoff_factor < 1.0:
             raise PolicyError(f"backoff_factor={backoff_factor} does not lower", "between 0 and 1 (torch's is 0.5)")
+        growth_interval = count("growth_interval", growth_interval, "a number of updates (torch's is 2000)")
         if growth_interval < 1:
             raise PolicyError(f"growth_interval={growth_interval}", "at least 1 update (torch's is 2000)")
+        dynamic = flag("dynamic", dynamic)
         if dynamic and min_scale > init_scale:
             raise PolicyError(f"min_scale={min_scale:g} lies above init_scale={init_scale:g}", "a floor below it")
         super().__init__(
             device_type,
-            init_scale=float(init_scale),
-            growth_factor=float(growth_factor),
-            backoff_factor=float(backoff_factor),
-            growth_interval=int(growth_interval),
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
             enabled=False,
         )
         # GradScaler keeps its settings only where it is enabled; "auto" may learn later that it is not needed.
-        self._init_scale = float(init_scale)
+        self._init_scale = init_scale
         self._scale: Tensor | None = None
-        self._growth_factor = float(growth_factor)
-        self._backoff_factor = float(backoff_factor)
-        self._growth_interval = int(growth_interval)
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
         self._init_growth_tracker = 0
         self._growth_tracker: Tensor | None = None
         self._per_optimizer_states: Any = {}
         self._enabled = enabled
         self.dynamic = dynamic
-        self.min_scale = float(min_scale)
+        self.min_scale = min_scale
         self.touches = 0
         self.history: deque[dict[str, Any]] = deque(maxlen=_HISTORY)
         if enabled:
@@ -87,6 +93,10 @@ class LossScale(torch.amp.GradScaler):
         if not self._enabled:
             return 1.0
         return self._init_scale if self._scale is None else host(self._scale)
+
+    def settings(self) -> tuple[float, ...]:
+        """What never changes: the policy that moves the scale."""
+        return (self.dynamic, self._growth_factor, self._backoff_factor, self._growth_interval, self.min_scale)
 
     @property
     def device(self) -> torch.device:
@@ -137,18 +147,18 @@ class LossScale(torch.amp.GradScaler):
 
     def set(self, value: float, update: int) -> None:
         """Set by hand. The growth counter starts anew, as after any move."""
-        _require_scale("loss_scale", value)
+        value = _scale("loss_scale", value)
         if not self._enabled:
             raise MisuseError(
                 "loss_scale was set, but this run does not scale its losses", 'only precision="fp16" has a loss scale'
             )
-        self._init_scale = float(value)
+        self._init_scale = value
         self._init_growth_tracker = 0
         if self._scale is not None:
             assert self._growth_tracker is not None
-            self._scale.fill_(float(value))
+            self._scale.fill_(value)
             self._growth_tracker.zero_()
-        self.note(update, "by hand", float(value))
+        self.note(update, "by hand", value)
 
     def note(self, update: int, why: str, value: float | None = None) -> None:
         self.history.append({"update": update, "scale": self.value if value is None else value, "why": why})
@@ -162,19 +172,26 @@ class LossScale(torch.amp.GradScaler):
         self._enabled = enabled
 
     def grad(self, outputs: Any, inputs: Any, **torch_kwargs: Any) -> tuple[Tensor | None, ...]:
-        """``torch.autograd.grad`` with outputs scaled and gradients unscaled."""
+        """``torch.autograd.grad`` with outputs scaled and gradients unscaled.
+
+        The scale only has to keep small values out of FP16's underflow, so it need not be the loss scale, which suits
+        losses that average: it starts at most at 2^15, and where a gradient overflows under it, the backward is run
+        again under a smaller one. What is not finite without a scale comes back as it is. The gradients are looked
+        at for that: on an accelerator this waits.
+        """
         if not self._enabled:
             return tuple(torch.autograd.grad(outputs, inputs, **torch_kwargs))
         roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-        scale = self.on(roots[0].device)
         given = torch_kwargs.pop("grad_outputs", None)
         seeds = [given] * len(roots) if given is None or isinstance(given, Tensor) else list(given)
-        scaled = [
-            (torch.ones_like(root) if seed is None else seed) * scale.to(device=root.device, dtype=root.dtype)
-            for root, seed in zip(roots, seeds, strict=True)
-        ]
-        gradients = torch.autograd.grad(roots, inputs, grad_outputs=scaled, **torch_kwargs)
-        return tuple(None if g is None else g / scale.to(device=g.device, dtype=g.dtype) for g in gradients)
+        seeds = [torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, seeds, strict=True)]
+        torch_kwargs["retain_graph"] = True  # for another try; the graph goes with its outputs
+        scale = min(self.value, GRAD_SCALE)
+        while True:
+            gradients = torch.autograd.grad(roots, inputs, grad_outputs=[s * scale for s in seeds], **torch_kwargs)
+            if scale <= 1.0 or all(g is None or _finite(g) for g in gradients):
+                return tuple(None if g is None else g / scale for g in gradients)
+            scale = max(scale / GRAD_BACKOFF, 1.0)
 
     def full_state(self) -> dict[str, Any]:
         """The GradScaler state, kept even where the run does not scale (an FP32 run keeps what FP16 had found)."""
@@ -216,6 +233,14 @@ class LossScale(torch.amp.GradScaler):
         raise MisuseError(f"manager.scaler.{verb} was called: the manager moves its scaler itself", instead)
 
 
-def _require_scale(name: str, value: float) -> None:
+def _scale(name: str, given: Any) -> float:
+    fix = "a positive, finite number (2**16 is torch's first)"
+    value = number(name, given, fix)
     if not math.isfinite(value) or value < 0.0 or (value == 0.0 and name != "min_scale") or value > SCALE_MAX:
-        raise PolicyError(f"{name}={value} is no loss scale", "a positive, finite number (2**16 is torch's first)")
+        raise PolicyError(f"{name}={value} is no loss scale", fix)
+    return value
+
+
+def _finite(gradient: Tensor) -> bool:
+    values = gradient.coalesce()._values() if gradient.is_sparse else gradient
+    return bool(values.detach().isfinite().all())

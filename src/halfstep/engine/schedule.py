@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import weakref
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.errors import MisuseError, PolicyError
+from halfstep.engine.settings import choice
+from halfstep.errors import MisuseError, PolicyError, counted
 
 UNITS = ("applied", "attempted", "calls")
 
@@ -40,11 +42,18 @@ class Schedule:
     """
 
     def __init__(self, unit: str) -> None:
-        if unit not in UNITS:
-            raise PolicyError(f"unknown scheduler_unit {unit!r}", f"one of {', '.join(map(repr, UNITS))}")
-        self.unit = unit
+        self.unit = choice("scheduler_unit", unit, UNITS)
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._kept: list[tuple[Any, list[tuple[Any, dict[str, Any]]], list[dict[str, Any]]]] = []
+
+    def require_fit(self, schedulers: tuple[Any, ...], optimizers: tuple[Any, ...]) -> None:
+        """Raise where a scheduler is another optimizer's, was moved by somebody else, or is at its end."""
+        for scheduler in schedulers:
+            _require_own(scheduler, optimizers)
+        if self.unit != "calls":
+            self.require_untouched(schedulers, optimizers)
+            for scheduler in schedulers:
+                _require_room(scheduler, self.unit)
 
     def require_untouched(self, schedulers: tuple[Any, ...], optimizers: tuple[Any, ...]) -> None:
         """Raise where a scheduler moved since the manager last moved it.
@@ -52,8 +61,6 @@ class Schedule:
         One that is seen for the first time may have been loaded. Not so where its optimizer has never been stepped and
         holds no state although it keeps some: then it was moved before the first update.
         """
-        if self.unit == "calls":
-            return
         for scheduler in schedulers:
             count = _position(scheduler)
             known = self._known(scheduler)
@@ -61,8 +68,8 @@ class Schedule:
                 known = 1 if hasattr(scheduler, "_step_count") else count
             if count is not None and known is not None and count > known:
                 raise MisuseError(
-                    f"{type(scheduler).__name__}.step() was called by hand {count - known} times since the last "
-                    f"update, yet it is given to manager.step, which moves it by {self.unit} updates",
+                    f"{type(scheduler).__name__}.step() was called by hand {counted(count - known, 'time')} since the "
+                    f"last update, yet it is given to manager.step, which moves it by {self.unit} updates",
                     "leave one of them out: do not call scheduler.step(), or do not pass the scheduler to step; "
                     'scheduler_unit="calls" leaves it to you',
                 )
@@ -73,8 +80,12 @@ class Schedule:
         except TypeError:  # it takes no weak reference: nothing is known of it
             return None
 
-    def move(self, schedulers: tuple[Any, ...], optimizers: tuple[Any, ...], outcome: str) -> None:
-        """Move after an attempt whose outcome is known."""
+    def move(self, schedulers: tuple[Any, ...], optimizers: tuple[Any, ...], outcome: str, update: int) -> None:
+        """Move after the attempt numbered ``update``, whose outcome is known.
+
+        A scheduler that raises does not stop the others, and its position is known like theirs: the update is done.
+        """
+        failed: tuple[Any, Exception] | None = None
         if self.unit == "calls":
             return
         for scheduler in schedulers:
@@ -82,16 +93,27 @@ class Schedule:
                 for optimizer in optimizers:
                     # torch warns of a wrong order when the first attempt was skipped; the order is right here.
                     optimizer._opt_called = True
-                scheduler.step()
+                try:
+                    scheduler.step()
+                except Exception as error:
+                    failed = failed or (scheduler, error)
             self._note(scheduler)
+        if failed is not None:
+            scheduler, error = failed
+            raise MisuseError(
+                f"update {update} was {outcome}, then {type(scheduler).__name__}.step() raised "
+                f"{type(error).__name__}: {error}",
+                "the update is complete, and the loop may go on with manager.backward; mend the scheduler, or leave it "
+                "out of manager.step",
+            ) from error
 
-    def move_at_once(self, schedulers: tuple[Any, ...], optimizers: tuple[Any, ...]) -> None:
+    def move_at_once(self, schedulers: tuple[Any, ...], optimizers: tuple[Any, ...], update: int) -> None:
         """Move before the outcome is known, keeping the way back."""
         if self.unit == "calls":
             return
         if self.unit == "applied":
             self._kept = [(s, _snapshot(s), _hyper(_optimizer_of(s))) for s in schedulers]
-        self.move(schedulers, optimizers, "applied")
+        self.move(schedulers, optimizers, "applied", update)
 
     def take_back(self, outcome: str) -> None:
         """The outcome of the update that ``move_at_once`` went ahead of."""
@@ -120,6 +142,43 @@ class Schedule:
         if count is not None:
             with contextlib.suppress(TypeError):
                 self._seen[scheduler] = count
+
+
+def _require_own(scheduler: Any, optimizers: tuple[Any, ...]) -> None:
+    """Raise where a scheduler writes into parameter groups that none of these optimizers reads."""
+    of = _optimizer_of(scheduler)
+    if of is None or any(of is optimizer for optimizer in optimizers):
+        return
+    own = {id(group) for optimizer in optimizers for group in optimizer.param_groups}  # a wrapper shares its groups
+    if own.isdisjoint(map(id, getattr(of, "param_groups", ()))):
+        kinds = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise MisuseError(
+            f"{type(scheduler).__name__} schedules another optimizer ({type(of).__name__}) than the {kinds} given to "
+            "manager.step: no learning rate would change here",
+            "build the scheduler from the optimizer that is stepped; where an optimizer was made anew, its schedulers "
+            "too",
+        )
+
+
+def _require_room(scheduler: Any, unit: str) -> None:
+    """Raise where the next move of a schedule of a fixed length would be one too many."""
+    inner = getattr(scheduler, "_schedulers", None)
+    position = getattr(scheduler, "last_epoch", None)
+    if isinstance(scheduler, torch.optim.lr_scheduler.SequentialLR):
+        assert inner is not None
+        now = bisect.bisect_right(scheduler._milestones, scheduler.last_epoch + 1)
+        begins = now > 0 and scheduler._milestones[now - 1] == scheduler.last_epoch + 1
+        inner, position = ([] if begins else [inner[now]]), None
+    for one in inner or ():
+        _require_room(one, unit)
+    total = getattr(scheduler, "total_steps", None)
+    if isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR) and position is not None and position + 1 > total:
+        raise MisuseError(
+            f"{type(scheduler).__name__} has come to its end: it was made for total_steps={total}, and this update "
+            f"would be move {position + 1}",
+            f"total_steps is the number of {unit} updates of the whole run (groups an epoch × epochs); past the end, "
+            "leave the scheduler out of manager.step: the learning rate stays where it is",
+        )
 
 
 def _is_untouched(optimizer: Any) -> bool:

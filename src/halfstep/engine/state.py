@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from halfstep.engine.journal import rank
 from halfstep.engine.position import random_state as random_state_now
 from halfstep.engine.position import restore_random_state
-from halfstep.errors import MisuseError, PolicyError
+from halfstep.errors import MisuseError, PolicyError, counted
 
 if TYPE_CHECKING:
     from halfstep.engine.manager import MixedPrecisionManager
@@ -25,7 +26,7 @@ def save(manager: MixedPrecisionManager, random_state: bool) -> dict[str, Any]:
     pending = manager.pending
     if pending:
         raise MisuseError(
-            f"state_dict() with {pending} contributions pending: they are in the gradients, which no checkpoint holds",
+            f"state_dict() with {counted(pending, 'contribution')} pending, in gradients, which no checkpoint holds",
             "save right after manager.step; in a flat loop, step the tail first (if manager.pending)",
         )
     state: dict[str, Any] = {
@@ -47,8 +48,13 @@ def load(manager: MixedPrecisionManager, state: dict[str, Any], position: bool) 
     """Put a saved state, or a bare GradScaler's, into a manager."""
     if manager.pending:
         raise MisuseError(
-            f"load_state_dict() with {manager.pending} contributions pending",
+            f"load_state_dict() with {counted(manager.pending, 'contribution')} pending",
             "load before the first backward, or after manager.discard()",
+        )
+    if not isinstance(state, Mapping):
+        raise PolicyError(
+            f"load_state_dict was given a {type(state).__name__}, no state",
+            "manager.load_state_dict(checkpoint['manager']) with what manager.state_dict() gave",
         )
     account, scaler = manager._account, manager.scaler
     if "counters" not in state:
@@ -81,8 +87,8 @@ def _restore_random_state(manager: MixedPrecisionManager, state: Mapping[str, An
     if saved != own:
         manager._journal.note(
             "random state not restored",
-            f"the state was saved by rank {saved} and loaded on rank {own}: with its generators both would draw the same "
-            "random numbers; save one state a rank to continue bit for bit",
+            f"the state was saved by rank {saved} and loaded on rank {own}: with its generators both would draw the "
+            "same random numbers; save one state a rank to continue bit for bit",
         )
         return
     kept = state["random_state"]

@@ -16,13 +16,13 @@ from halfstep.engine.journal import Journal
 from halfstep.engine.late import Mail, host
 from halfstep.engine.ledger import Share, Weight
 from halfstep.engine.replicas import Replicas
+from halfstep.engine.rows import Closing
 from halfstep.engine.scale import FLOOR_TOUCHES, LossScale
 from halfstep.engine.schedule import Schedule
 from halfstep.engine.terms import TermBuffers
 from halfstep.engine.update import Update
 from halfstep.errors import NonFiniteError, ScaleFloorError
 
-ON_NONFINITE = ("skip", "raise", "ignore")
 Number = float | Tensor
 
 
@@ -46,7 +46,7 @@ class Updater:
         self._replicas = replicas
         self._journal = journal
         self._account = account
-        self._attempts = Attempts(max_norm, on_nonfinite != "ignore", replicas)
+        self._attempts = Attempts(max_norm, on_nonfinite != "ignore")
         self._max_norm = max_norm
         self._on_nonfinite = on_nonfinite
         self._monitor = monitor
@@ -81,14 +81,22 @@ class Updater:
         schedulers: tuple[Any, ...],
         *,
         shared_scale: bool,
+        closing: Closing | None = None,
     ) -> Update:
-        """Attempt the update and settle it. ``shared_scale``: other gradients under the same scale are still pending.
+        """Attempt the update and settle it. ``shared_scale``: other gradients under the same scale are still pending;
+        ``closing``: what is pending on all replicas, where there are several.
 
         Raises :class:`NonFiniteError` under ``on_nonfinite="raise"`` before anything has changed, and
         :class:`ScaleFloorError` after an update that was skipped at the floor for the third time in a row.
         """
         lrs = binding.lrs()
-        attempt, values = self._empty(share) if share.empty else self._attempt(binding, share, reference, buffers)
+        if closing is None:
+            closing = Closing(share.weights, share.empty, False, share.examples)
+        examples = closing.examples
+        if closing.empty:
+            attempt, values = self._empty(closing)
+        else:
+            attempt, values = self._attempt(binding, share, closing, reference, buffers)
         names = (
             binding.names if attempt.norms is None or attempt.norms.numel() == len(binding.names) else binding.named()
         )
@@ -104,43 +112,41 @@ class Updater:
         account = self._account
         account.attempted += 1
         account.micro_batches += share.micro_batches
-        account.add_examples(share.micro_batches, share.examples)
+        account.add_examples(share.micro_batches, share.examples, examples)
         update = Update(
             account.attempted,
             share.micro_batches,
             self._replicas.degree,
-            share.examples,
+            examples,
             account.examples,
             lrs,
             names,
             attempt.norms if self._monitor else None,
         )
         if late:
-            self._schedule.move_at_once(schedulers, binding.optimizers)
             self._settle_later(update, Mail(values), names, attempt.norms)
+            self._schedule.move_at_once(schedulers, binding.optimizers, account.attempted)
         else:
             if not self.host or "lr" in values:
                 values = {**Mail(values).read()}
             self._settle(update, values, names, attempt.norms)  # type: ignore[arg-type]
-            self._schedule.move(schedulers, binding.optimizers, update.outcome)
+            self._schedule.move(schedulers, binding.optimizers, update.outcome, account.attempted)
             self.require_scale()
         return update
 
-    def _empty(self, share: Share) -> tuple[Attempt, dict[str, Number]]:
+    def _empty(self, closing: Closing) -> tuple[Attempt, dict[str, Number]]:
         """Nothing was supervised: nothing to attempt, and nothing to read off a device."""
         values: dict[str, Number] = {"loss": 0.0, "grad_norm": 0.0, "coefficient": 1.0, "divisor": 1.0}
         values |= {"scale": self._scale.value, "found_inf": 0.0, "empty": 1.0}
-        values |= {f"W{index}": weight for index, weight in enumerate(share.weights or ())}
+        values |= {f"W{index}": weight for index, weight in enumerate(closing.weights or ())}
         return Attempt(None, 1.0, 0.0, 1.0, 0.0), values
 
     def _attempt(
-        self, binding: Binding, share: Share, reference: Weight, buffers: TermBuffers
+        self, binding: Binding, share: Share, closing: Closing, reference: Weight, buffers: TermBuffers
     ) -> tuple[Attempt, dict[str, Number]]:
         values: dict[str, Number] = {}
         scale: Number = self._scale.value if self.host else self._scale_now(binding.device)
-        weights = share.weights
-        if share.mode == "along" and weights is not None:
-            weights = self._replicas.total(weights)
+        weights = closing.weights
         values["loss"] = share.loss(reference, weights)
         divisor = scale
         if share.mode == "along" and weights is not None:
@@ -152,6 +158,8 @@ class Updater:
         for index, weight in enumerate(weights or ()):
             values[f"W{index}"] = weight
 
+        if closing.local:
+            self._replicas.average([p for p in binding.parameters if p.requires_grad])
         gradients = binding.gradients()
         binding.look(gradients)
         if binding.sparse:

@@ -59,7 +59,7 @@ class Verification:
         self._journal.note("weights disagree", f"{fault[0]}; {fault[1]}", update=update)
 
     def _judge(self, seen: Sequence[Any], reduction: str, size: int) -> tuple[str, str] | None:
-        rows = []  # one a contribution: [(term, factor its root got, declared weight)]
+        micro_batches: dict[int, list[tuple[Any, Any, float]]] = {}  # rows of (term, factor its root got, weight)
         for contribution in seen:
             terms = [(term, factor) for term, factor in contribution.terms if term.loss != "penalty"]
             weights = [float(w) for w in contribution.weights]
@@ -67,7 +67,9 @@ class Verification:
                 weights *= len(terms)
             if len(terms) != len(weights):
                 return None  # several losses in one of several terms: which belongs to which is not known
-            rows.append([(term, factor, weight) for (term, factor), weight in zip(terms, weights, strict=True)])
+            row = micro_batches.setdefault(contribution.micro_batch, [])  # several backwards are several terms
+            row.extend((term, factor, weight) for (term, factor), weight in zip(terms, weights, strict=True))
+        rows = list(micro_batches.values())
         width = {len(row) for row in rows}
         if len(width) != 1 or 0 in width:
             return None

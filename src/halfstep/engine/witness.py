@@ -1,8 +1,8 @@
 """Notices what was done by hand between the manager's verbs: gradients cleared, added to or used.
 
-One small parameter stands for all others of its optimizer: whatever clears, adds or edits gradients by hand does it
-there too. A hook on it counts additions; the gradient's version counts everything written in place. Nothing is read
-from a device while all is well. A fault is kept and raised at the next ``step``, before anything changes.
+One small parameter stands for all others of its optimizer: whatever clears, adds to, clips or edits gradients by hand
+does it there too. A hook on it counts additions; the gradient's version counts everything written in place. Nothing is
+read from a device while all is well. A fault is kept and raised at the next ``step``, before anything changes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from halfstep.errors import counted
 
 CLEARED = "leave zero_grad() out: manager.step clears the gradients after every update"
 
@@ -29,6 +31,8 @@ class Witness:
         self._gradient: Tensor | None = None
         self._version = -1
         self.ids = frozenset((id(parameter),))
+        self.edited = False
+        """Whether contributions were changed in place by hand since the last update."""
         self.sync()
 
     @property
@@ -58,10 +62,14 @@ class Witness:
             )
         fault = None
         if pending and self._gradient is not None:
-            if gradient is not self._gradient:
+            if gradient is None:
                 fault = "the gradients were cleared while contributions were pending: what was contributed is lost"
+            elif gradient is not self._gradient:
+                fault = "the gradients were replaced while contributions were pending: what was contributed is lost"
             elif not bool(gradient.any()):
                 fault = "the gradients were set to zero while contributions were pending: what was contributed is lost"
+            else:
+                self.edited = True
         self.sync()
         return None if fault is None else (fault, CLEARED)
 
@@ -97,6 +105,10 @@ class Witnesses:
         for witness in self._all:
             witness.sync()
 
+    def edited(self, ids: frozenset[int]) -> bool:
+        """Whether gradients of these parameters were changed in place by hand since the last update."""
+        return any(witness.edited and witness.ids <= ids for witness in self._all)
+
     def first(self, leaves: Iterable[Tensor]) -> None:
         """Before any optimizer is known: one of the parameters that the first backward reached.
 
@@ -119,10 +131,12 @@ class Witnesses:
     def keep(self, parameters: list[Tensor], ids: frozenset[int], known: list[frozenset[int]]) -> None:
         """After an update: one for these parameters, none for parameters that no optimizer steps any more."""
         if len(known) == 1 and len(self._all) == 1 and self._handle is None and self._all[0].ids <= ids:
+            self._all[0].edited = False
             self._all[0].sync()
             return
         alive = []
         for witness in self._all:
+            witness.edited &= not witness.ids <= ids
             if any(witness.ids <= of for of in known) and witness.parameter is not None:
                 alive.append(witness)
             else:
@@ -137,8 +151,9 @@ class Witnesses:
         """An optimizer was stepped by hand."""
         if pending and self.fault is None:
             self.fault = (
-                f"{optimizer}.step() was called by hand while {pending} contributions were pending: parameters changed "
-                "inside a group, by gradients that still carry what manager.step would divide by",
+                f"{optimizer}.step() was called by hand while {counted(pending, 'contribution')} "
+                f"{'was' if pending == 1 else 'were'} pending: parameters changed inside a group, by gradients that "
+                "still carry what manager.step would divide by",
                 "manager.step(model, optimizer) instead: it unscales, clips and steps",
             )
 
@@ -146,6 +161,8 @@ class Witnesses:
         """Forget what was seen: gradients were cleared on purpose."""
         self.fault = None
         self._stepped.clear()
+        for witness in self._all:
+            witness.edited = False
         self.after()
 
     def _forget_first(self) -> None:

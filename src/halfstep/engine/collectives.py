@@ -1,0 +1,115 @@
+"""The few collectives of the engine: small rows that every replica shows every other, and gradients averaged by hand.
+
+A *link* is a process group. Replicas are reached over one link, or over several in turn (a mesh of replicated and
+sharded dimensions): gathering over each gives the rows of all.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from halfstep.errors import UnsupportedError
+
+BUCKET = 25 << 20  # bytes of gradients exchanged at once, as DistributedDataParallel does
+Link = Any  # a ProcessGroup; its class is absent where torch was built without distributed
+
+
+def initialised() -> bool:
+    """Whether this process is one of a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def world() -> int:
+    return dist.get_world_size() if initialised() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if initialised() else 0
+
+
+def members(link: Link) -> tuple[int, ...]:
+    """Global ranks of a link."""
+    return tuple(dist.get_process_group_ranks(link))
+
+
+def device_of(link: Link) -> torch.device:
+    """Where small rows travel: the host where the backend can (nothing is waited for then), else the accelerator."""
+    kinds = {device.type for device in link._device_types}
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def gather(row: Sequence[int], links: Sequence[Link]) -> list[list[int]]:
+    """One row of 64-bit integers a member, the same length on each -> the rows of all, in the order of their ranks."""
+    rows = torch.tensor([list(row)], dtype=torch.int64)
+    for link in links:
+        own = rows.to(device_of(link))
+        out = [torch.empty_like(own) for _ in range(dist.get_world_size(link))]
+        dist.all_gather(out, own, group=link)
+        rows = torch.cat(out).cpu()
+    return rows.tolist()
+
+
+def bits(value: float) -> int:
+    """A float as the integer with its bits: rows hold both."""
+    return int(struct.unpack("<q", struct.pack("<d", value))[0])
+
+
+def number(word: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", word))[0])
+
+
+@torch.no_grad()
+def average(parameters: Sequence[Tensor], links: Sequence[Link], replicas: int) -> None:
+    """Replace every gradient by its mean over the replicas: what a reducer does during the last backward.
+
+    A parameter that has a gradient on some replica counts as zero on those where it has none; one without any keeps
+    none. Averaging what is equal on all changes nothing, so parts that were exchanged before stay right.
+    """
+    held = gather([int(p.grad is not None) for p in parameters], links)
+    chosen = [p for p, column in zip(parameters, zip(*held, strict=True), strict=True) if any(column)]
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in chosen:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise UnsupportedError(
+                f"a sparse gradient of shape {tuple(parameter.shape)} has to be exchanged outside a backward",
+                "dense gradients (nn.Embedding(sparse=False)), or groups in which every replica supervises something",
+            )
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        kinds.setdefault((parameter.device, parameter.grad.dtype), []).append(plain(parameter.grad))
+    for gradients in kinds.values():
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(replicas)
+            for link in links:
+                dist.all_reduce(flat, group=link)
+            for gradient, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """What this process itself stores of a distributed tensor; any other tensor as it is."""
+    local = getattr(tensor, "_local_tensor", None)
+    return tensor if local is None else local
+
+
+def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = []
+    room = 0
+    for gradient in gradients:
+        size = gradient.numel() * gradient.element_size()
+        if size > room or not buckets:
+            buckets.append([])
+            room = BUCKET
+        buckets[-1].append(gradient)
+        room -= size
+    return buckets

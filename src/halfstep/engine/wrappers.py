@@ -1,0 +1,168 @@
+"""The wrappers that exchange gradients during backward, as the engine sees them: when, by how much, and with what.
+
+Both can be told to keep gradients local, and both wait for every rank once they were not told so: a rank whose
+micro-batch supervises nothing then has to take part with zeros.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+Edge = tuple[GradientEdge, torch.Size, torch.dtype, torch.device]
+
+
+class Wrapper:
+    """One module whose gradients are exchanged by ``kind``.
+
+    ``averaging`` is R, the ranks its gradients are averaged over; ``links`` reach them. ``exchanged``: whether what
+    is in the gradients now has been exchanged.
+    """
+
+    kind = ""
+    sharded = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.averaging = 1
+        self.links: tuple[Any, ...] = ()
+        self.notes: list[str] = []
+        self.exchanged = False
+        self._edges: list[Edge] = []
+        self._heard = False  # whether a forward was ever seen
+        self._handle = module.register_forward_hook(_Ear(self))
+
+    def hold(self, exchange: bool, buffers: bool) -> None:
+        """Before a micro-batch's forward: exchange gradients in its backward, or keep them local.
+
+        ``buffers``: whether that forward may send buffers round. Every rank of a group has to do so once, or none.
+        """
+        raise NotImplementedError
+
+    def free(self) -> None:
+        """Put back what was before ``hold``."""
+        raise NotImplementedError
+
+    def forward(self, output: Any) -> None:
+        """A forward with gradients has run."""
+        self._heard = True
+        if self.waits():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    self._edges.append((get_gradient_edge(tensor), tensor.shape, tensor.dtype, tensor.device))
+
+    def waits(self) -> bool:
+        """Whether other ranks wait for the backward of a forward that runs now."""
+        raise NotImplementedError
+
+    def done(self) -> None:
+        """A backward through it has run."""
+        self.exchanged = bool(self._edges) or (not self._heard and self.waits())
+        self._edges = []
+
+    def nothing(self) -> bool:
+        """Take part in the exchange with zeros, where other ranks wait for it: True if so.
+
+        Zeros enter at the outputs, so that no loss is differentiated (a masked mean over nothing would give NaN), and
+        what arrives at parameters is replaced by zeros (a NaN among the features times zero is NaN).
+        """
+        edges, self._edges = self._edges, []
+        if not edges:
+            return False
+        leaves: list[Any] = [p for p in self._leaves() if p.requires_grad]
+        handles = [leaf.register_hook(torch.zeros_like) for leaf in leaves]
+        try:
+            roots = [edge for edge, *_ in edges]
+            seeds = [torch.zeros(shape, dtype=dtype, device=device) for _, shape, dtype, device in edges]
+            torch.autograd.backward(roots, seeds)
+        finally:
+            for handle in handles:
+                handle.remove()
+        self.exchanged = True
+        return True
+
+    def _leaves(self) -> Iterable[Tensor]:
+        return self.module.parameters()
+
+    def forget(self) -> None:
+        """Contributions are used or dropped."""
+        self.exchanged = False
+        self._edges = []
+
+
+class Ddp(Wrapper):
+    """``DistributedDataParallel``: a mean over its process group, in the backward of any forward outside no_sync."""
+
+    kind = "DistributedDataParallel"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        link: Any = module.process_group
+        self.links = (link,)
+        self.averaging = link.size()
+        self._before: tuple[bool, bool] | None = None
+
+    def hold(self, exchange: bool, buffers: bool) -> None:
+        module: Any = self.module
+        if self._before is None:
+            self._before = module.require_backward_grad_sync, False
+        module.require_backward_grad_sync = exchange
+        module.require_forward_param_sync = buffers
+        if module.static_graph and not exchange and not module._static_graph_delay_allreduce_enqueued:
+            # A static graph learns its first backward even under no_sync, and fails there. Let it wait for a real one.
+            module._static_graph_delay_allreduce_enqueued = True
+            self._before = self._before[0], True
+
+    def free(self) -> None:
+        if self._before is not None:
+            module: Any = self.module
+            module.require_backward_grad_sync, static = self._before
+            module.require_forward_param_sync = True
+            if static:
+                module._static_graph_delay_allreduce_enqueued = False
+            self._before = None
+
+    def waits(self) -> bool:
+        return bool(self.module.require_backward_grad_sync)
+
+    def hook(self) -> str | None:
+        """The name of its communication hook, where one is registered."""
+        data = self.module._get_ddp_logging_data()  # type: ignore[operator]
+        name = data.get("comm_hook") or ""
+        return str(name) or None
+
+
+class _Ear:
+    """A forward hook that tells its wrapper; inert in copies and pickles of the module."""
+
+    def __init__(self, wrapper: Wrapper | None = None) -> None:
+        self._wrapper = (lambda: None) if wrapper is None else weakref.ref(wrapper)
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        wrapper = self._wrapper()
+        if wrapper is not None and wrapper.module is module and torch.is_grad_enabled():
+            wrapper.forward(output)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Ear, ())
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from _tensors(value)
+    elif isinstance(output, (list, tuple)):
+        for value in output:
+            yield from _tensors(value)
+    elif hasattr(output, "__dataclass_fields__"):
+        for value in vars(output).values():
+            yield from _tensors(value)

@@ -1,0 +1,130 @@
+"""What members of a company run: training runs whose numbers the tests hold against the FP64 twin of one process."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.engine.runs import IGNORED, MicroBatch, Net
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.engine.manager import MixedPrecisionManager
+
+
+@dataclass
+class Shared:
+    """A training run on several replicas. ``data[r]`` is the epoch of replica ``r``, in micro-batches.
+
+    ``flow``: "ahead" (a weight function), "graph" (read from the loss), "along" (given to backward), "masked" (ahead,
+    the loss a hand-written masked mean: NaN where nothing is supervised), "plain" (as the caller scaled it),
+    "flat" (no groups, weights given to backward)
+    """
+
+    net: nn.Module
+    data: list[list[MicroBatch]]
+    size: int = 2
+    flow: str = "ahead"
+    wrap: str = "ddp"
+    options: dict[str, Any] = field(default_factory=dict)
+    policy: dict[str, Any] = field(default_factory=dict)
+    drop_last: bool = False
+    terms: int = 1
+    lr: float = 0.1
+    epochs: int = 1
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+
+
+class Slim(Net):
+    """Every parameter gets a gradient: what a reducer expects unless told otherwise."""
+
+    def __init__(self, width: int = 3, hidden: int = 5, classes: int = 4) -> None:
+        super().__init__(width, hidden, classes)
+        del self.idle
+
+
+def wrapped(run: Shared, net: nn.Module) -> nn.Module:
+    return DistributedDataParallel(net, **run.options) if run.wrap == "ddp" else net
+
+
+def live(batch: MicroBatch) -> int:
+    return int((batch.labels != IGNORED).sum())
+
+
+def weights(run: Shared, batch: MicroBatch) -> list[int]:
+    return [live(batch), len(batch.x)][: run.terms]
+
+
+def losses(run: Shared, model: nn.Module, batch: MicroBatch) -> list[Tensor]:
+    """Each term, as a mean over what it counts."""
+    logits = model(batch.x.to(next(model.parameters()).dtype))
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    flat, labels = logits.flatten(0, 1), batch.labels.flatten()
+    if run.flow == "masked":
+        each = F.cross_entropy(flat, labels, reduction="none", ignore_index=IGNORED)
+        mask = (labels != IGNORED).to(each.dtype)
+        entropy = (each * mask).sum() / mask.sum()
+    else:
+        entropy = F.cross_entropy(flat, labels)
+    return [entropy, 0.3 * (logits.mean(1) ** 2).mean()][: run.terms]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor with all its parts."""
+    full = getattr(tensor, "full_tensor", None)
+    return (tensor if full is None else full()).detach().clone()
+
+
+def train(rank: int, world: int, run: Shared) -> dict[str, Any]:
+    """The rows of all updates, the parameters after each, and the record."""
+    net = copy.deepcopy(run.net)
+    model = wrapped(run, net)
+    optimizer = run.optimizer(model.parameters(), lr=run.lr)
+    policy = {"precision": "fp32", "max_norm": 1.0} | run.policy
+    if policy.get("replicas") == "world":
+        policy["replicas"] = dist.group.WORLD
+    manager = MixedPrecisionManager(**policy)
+    rows: list[dict[str, Any]] = []
+    parameters: list[list[Tensor]] = []
+
+    def step() -> None:
+        update = manager.step(model, optimizer)
+        rows.append({**update.as_dict(), "layer_norms": update.layer_norms, "weights": update.weights})
+        parameters.append([whole(p) for p in net.parameters()])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(run.epochs):
+            if run.flow == "flat":
+                for position, batch in enumerate(run.data[rank], 1):
+                    with manager.context():
+                        loss = losses(run, model, batch)
+                    manager.backward(loss, weight=weights(run, batch))
+                    if position % run.size == 0:
+                        step()
+                if manager.pending:
+                    step()
+                continue
+            weigher = (lambda batch: weights(run, batch)) if run.flow in ("ahead", "masked") else None
+            for group in manager.groups(
+                run.data[rank], run.size, weight=weigher, model=model, drop_last=run.drop_last
+            ):
+                for batch in group:
+                    with manager.context():
+                        loss = losses(run, model, batch)
+                    manager.backward(loss, weight=weights(run, batch) if run.flow == "along" else None)
+                step()
+    return {"rows": rows, "parameters": parameters, "record": manager.report(), "scale": manager.loss_scale}
+
+
+def hello(rank: int, world: int) -> int:
+    """Who is there."""
+    total = torch.tensor([rank])
+    dist.all_reduce(total)
+    return int(total)
