@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from halfstep.engine.group import tokens as tokens
     from halfstep.engine.manager import MixedPrecisionManager as MixedPrecisionManager
     from halfstep.engine.update import Update as Update
+    from halfstep.probe.preflight import preflight as preflight
+    from halfstep.probe.verdicts import Preflight as Preflight
 
 # Names are imported when they are asked for: `halfstep report` and `halfstep explain` start without torch.
 _PLACES = {
@@ -19,6 +21,7 @@ _PLACES = {
     "MixedPrecisionManager": "halfstep.engine.manager",
     "NonFiniteError": "halfstep.errors",
     "PolicyError": "halfstep.errors",
+    "Preflight": "halfstep.probe.verdicts",
     "RecordError": "halfstep.errors",
     "ScaleFloorError": "halfstep.errors",
     "UnsupportedError": "halfstep.errors",
@@ -26,6 +29,7 @@ _PLACES = {
     "WeightError": "halfstep.errors",
     "assert_same_update": "halfstep.probe.same_update",
     "compare": "halfstep.probe.compare",
+    "preflight": "halfstep.probe.preflight",
     "tokens": "halfstep.engine.group",
 }
 

@@ -1,17 +1,22 @@
-"""What a manager tells of itself (settings, norms, metrics, the final record), and how it is copied."""
+"""What a manager tells of itself (settings, norms, metrics, the record), how it is rehearsed, and how it is copied."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+from torch import Tensor
 
 from halfstep.engine.account import report
 from halfstep.engine.state import in_words, load, policy, save
 from halfstep.errors import MisuseError
 
 if TYPE_CHECKING:
+    from halfstep import Preflight
     from halfstep.engine.account import Account
+    from halfstep.engine.group import Weigher
     from halfstep.engine.journal import Journal
     from halfstep.engine.manager import MixedPrecisionManager
     from halfstep.engine.scale import LossScale
@@ -73,6 +78,42 @@ class Records:
 
     def __repr__(self) -> str:
         return f"MixedPrecisionManager({in_words(policy(_manager(self)))})"
+
+    # --- before a long run ---
+
+    def preflight(
+        self,
+        model: Any,
+        optimizer: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+        batches: Iterable[Any],
+        *,
+        weight: Weigher | str | int | None = None,
+        reduction: Literal["mean", "sum"] = "mean",
+        size: int | None = None,
+        scheduler: Any = None,
+        big: Any = None,
+        ids: Weigher | str | int | None = None,
+        tolerance: float | None = None,
+    ) -> Preflight:
+        """Rehearse one update each way (accumulated, and as one big batch) on a few micro-batches; print the result.
+
+        ``loss_fn(model, batch)``, called inside ``context()``, returns the loss of one micro-batch. ``batches`` are
+        those of one group, or of several of ``size`` each (at most 64 are taken). ``weight``, ``reduction`` and
+        ``ids`` are those of ``groups``; ``big`` is the first group as one batch, where its parts cannot be joined along
+        dimension 0; ``tolerance`` is that of :func:`halfstep.assert_same_update`. In a process group every rank runs
+        its own share of one group: call it on all of them.
+
+        Nothing changes: parameters, gradients, buffers, modes, optimizer, scheduler, random state, this manager.
+        Optimizer and scheduler are copied, parameters and buffers held twice meanwhile; hooks on them run. Returns a
+        :class:`halfstep.Preflight`, whose rows say what was checked; what ``loss_fn`` raises goes through.
+        """
+        import halfstep  # the front door: what tries things again lives a floor above the engine
+
+        return halfstep.preflight(
+            _manager(self), model, optimizer, loss_fn, batches, weight=weight, reduction=reduction, size=size,
+            scheduler=scheduler, big=big, ids=ids, tolerance=tolerance,
+        )  # fmt: skip
 
     # --- copies ---
 

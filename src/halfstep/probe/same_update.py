@@ -99,7 +99,13 @@ def measure_update(
     if not parts:
         raise PolicyError("there are no batches to accumulate over", "pass the micro-batches of one group, as a list")
     trial = Trial(model, loss_fn, parts, joined(parts) if big is None else big, _shares(parts, weight, reduction))
-    with unchanged(model):
+    return measured(trial, tolerance)[0]
+
+
+def measured(trial: Trial, tolerance: float | None) -> tuple[SameUpdate, dict[str, Tensor]]:
+    """What a trial shows, and the accumulated gradient by parameter name. The model is afterwards as it was."""
+    count = len(trial.batches)
+    with unchanged(trial.model):
         whole = trial.big()
         accumulated, contributions = trial.accumulated()
         for name, run in [("the big batch", whole), *((f"micro-batch {k}", run) for k, run in contributions.items())]:
@@ -107,14 +113,14 @@ def measure_update(
         difference = {
             name: accumulated[name].double() - gradient.double() for name, gradient in whole.gradients.items()
         }
-        norms = tuple(norm(contributions[k].gradients) if k in contributions else 0.0 for k in range(len(parts)))
+        norms = tuple(norm(contributions[k].gradients) if k in contributions else 0.0 for k in range(count))
         size = sum(norms) or norm(whole.gradients)
         error = norm(difference) / size if size else 0.0
         dtype = max((run.dtype for run in [whole, *contributions.values()]), key=lambda kind: TOLERANCES[kind])
         limit = TOLERANCES[dtype] if tolerance is None else tolerance
         same = error <= limit
         causes = () if same else causes_of(trial, limit, error)
-    return SameUpdate(
+    found = SameUpdate(
         same,
         error,
         limit,
@@ -122,11 +128,12 @@ def measure_update(
         trial.shares,
         norms,
         norm(whole.gradients),
-        tuple(contributions[k].loss if k in contributions else math.nan for k in range(len(parts))),
+        tuple(contributions[k].loss if k in contributions else math.nan for k in range(count)),
         whole.loss,
         _worst(difference),
         causes,
     )
+    return found, accumulated
 
 
 def _shares(

@@ -1,0 +1,73 @@
+"""Before a long run: one update each way on a few micro-batches, and a table of what to expect of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+from torch import Tensor
+
+from halfstep.engine.binding import optimizers_of
+from halfstep.engine.manager import MixedPrecisionManager
+from halfstep.engine.position import random_state, restore_random_state
+from halfstep.engine.state import in_words
+from halfstep.probe import judgement, ranks
+from halfstep.probe.examples import fingerprints
+from halfstep.probe.flight import Flight
+from halfstep.probe.trial import unchanged
+from halfstep.probe.verdicts import Preflight, Rank, Row
+
+
+def preflight(
+    manager: MixedPrecisionManager,
+    model: Any,
+    optimizer: Any,
+    loss_fn: Callable[[Any, Any], Tensor],
+    batches: Iterable[Any],
+    *,
+    weight: Any = None,
+    reduction: Literal["mean", "sum"] = "mean",
+    size: int | None = None,
+    scheduler: Any = None,
+    big: Any = None,
+    ids: Any = None,
+    tolerance: float | None = None,
+) -> Preflight:
+    """See :meth:`halfstep.MixedPrecisionManager.preflight`."""
+    state = random_state()
+    others: tuple[Rank, ...] = ()
+    try:
+        flight = Flight(manager, model, loss_fn, batches, weight=weight, reduction=reduction, size=size, ids=ids)
+        with unchanged(flight.module):
+            flight.run(optimizers_of(optimizer), scheduler, big, tolerance)
+            rows = judgement.rows(flight, big)
+        if ranks.several():
+            shares = ranks.gather(_share(flight, rows))
+            rows.append(ranks.row(shares))
+            others = ranks.ranks(shares)
+    except BaseException as error:
+        if ranks.several() and not isinstance(error, KeyboardInterrupt):
+            ranks.gather(ranks.Share(False, (f"{type(error).__name__}: {error}",), {}, "", (), False))
+        raise
+    finally:
+        restore_random_state(state)
+        manager._order.witnesses.after()  # backward passes ran, and left nothing
+    return Preflight(tuple(rows), in_words(manager.policy()), others)
+
+
+def _share(flight: Flight, rows: list[Row]) -> ranks.Share:
+    """What this rank tells the others of its first group."""
+    update, group = flight.found.first, flight.group
+    applied = update is not None and update.applied
+    numbers = {
+        "micro_batches": len(group),
+        "examples": rows[0].numbers.get("examples_of_group"),
+        "weight": update.weight if update is not None else None,
+        "grad_norm": update.grad_norm if update is not None and applied else None,
+        "scale": flight.scale,
+        "state_bytes": flight.found.state_bytes,
+    }
+    told = flight.example_ids() if flight.ids is not None else [fingerprints(batch) for batch in group]
+    examples = tuple(entry for entries in told[: len(group)] for entry in entries)
+    failures = tuple(row.check for row in rows if not row.passed)
+    return ranks.Share(not failures, failures, numbers, ranks.digest(flight.module), examples, flight.ids is not None)
