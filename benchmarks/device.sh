@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Correctness on an accelerator first, then figures; under five minutes. `--cpu`: the same on the CPU, as a smoke check.
+# Correctness on an accelerator first (replicas too, where there are several), then figures; under five minutes. `--cpu`: the same on the CPU, as a smoke check.
 # Wants a python with torch (PYTHON, else the project's own, else python3); installs nothing. Results: $OUT or here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -15,6 +15,18 @@ export PYTHONPATH="$PWD/src${PYTHONPATH:+:$PYTHONPATH}" OMP_NUM_THREADS=${OMP_NU
 
 echo "== correct? ($device)"
 "$python" benchmarks/correctness.py --device "$device"
+
+ranks=2; turns_of_replicas=5
+if [ "$device" = cuda ]; then
+  ranks=$("$python" -c 'import torch; print(min(4, torch.cuda.device_count()))'); turns_of_replicas=20
+fi
+if [ "$ranks" -gt 1 ]; then
+  echo "== correct on $ranks replicas? then an update there"
+  "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" benchmarks/replicas.py \
+    --device "$device" --turns "$turns_of_replicas"
+else
+  echo "== replicas: skipped, there is one GPU"
+fi
 
 echo "== one update, a tiny model: the loop's own cost"
 figure() { "$python" benchmarks/tiny_update.py --device "$device" --turns "$turns" --updates "$updates" "$@"; }

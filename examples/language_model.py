@@ -123,7 +123,6 @@ class Training:
         self.held_out = [self.collate(held_out[first : first + 32]) for first in range(0, len(held_out), 32)]
         self.sums: list[Tensor] = []  # of each update: element losses of this replica, and their number
         self.bits = float("nan")
-        self.last: Update | None = None
 
     def collate(self, rows: list[tuple[int, bytes]]) -> Batch:
         before, labels, indices = collate(rows)
@@ -144,8 +143,12 @@ class Training:
                     count = weight(batch)
                     sums += torch.stack([loss.detach() * count, count])
                 self.sums.append(sums)
-                self.last = self.manager.step(self.model, self.optimizer, self.scheduler)
-                yield self.last
+                yield self.manager.step(self.model, self.optimizer, self.scheduler)
+
+    @property
+    def loss(self) -> float:
+        """Of the last update, on this replica: the mean over its own bytes."""
+        return float(self.sums[-1][0] / self.sums[-1][1])
 
     def losses(self) -> list[float]:
         """Of each update of this run: the mean over all its bytes, on all replicas. A collective."""
@@ -205,7 +208,7 @@ def train(chosen: argparse.Namespace, split: Split, sizes: Sizes, device: torch.
                 training.validate()
                 if chosen.checkpoint:
                     training.save(chosen.checkpoint)
-            progress.show(done, update, training.bits, validated)
+            progress.show(done, training.loss, update, training.bits, validated)
     return {
         **split._asdict(),
         "losses": training.losses(),

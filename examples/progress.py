@@ -41,11 +41,11 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def show(self, done: int, update: Update, bits: float, validated: bool) -> None:
+    def show(self, done: int, loss: float, update: Update, bits: float, validated: bool) -> None:
         """After ``done`` updates. Reading an update's fields waits for the device."""
         if self._bar.disable and not validated:
             return
-        words = f"loss {update.loss:.4f}   gradient norm {update.grad_norm:.3f}"
+        words = f"loss {loss:.4f}   gradient norm {update.grad_norm:.3f}"
         if bits == bits:
             words += f"   held out {bits:.3f} bits a byte"
         if self._bar.disable:
