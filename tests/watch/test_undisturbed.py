@@ -287,3 +287,29 @@ def test_checkpointing_saves_and_computes_what_it_would(reentrant: bool) -> None
     assert same(plain, watched)
     assert saved == again
     assert quiet(session) == []
+
+
+def hooked() -> tuple[nn.Linear, list[torch.Tensor]]:
+    """A layer whose first rows a hook freezes and whose bias another one clears, trained with decay."""
+    torch.manual_seed(3)
+    net = nn.Linear(6, 4)
+    net.weight.register_hook(lambda g: torch.cat([torch.zeros_like(g[:2]), g[2:]]))
+    bias = net.bias.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 0))
+    opt = torch.optim.AdamW(net.parameters(), lr=1e-2, weight_decay=0.1)
+    for number in range(12):
+        opt.zero_grad()
+        net(torch.randn(5, 6)).square().mean().backward()
+        opt.step()
+        if number == 8:
+            bias.remove()
+    return net, [p.detach().clone() for p in net.parameters()]
+
+
+def test_hooks_of_the_script_get_and_leave_what_they_did() -> None:
+    _, plain = hooked()
+    with halfstep.watch() as session:
+        net, watched = hooked()
+    assert same(plain, watched)
+    assert len(net.weight._backward_hooks or {}) == 1
+    assert not net.bias._backward_hooks
+    assert {f.rule for f in session.findings if f.severity != "info"} == {"frozen-parameters-move"}

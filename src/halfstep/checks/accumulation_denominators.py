@@ -17,6 +17,7 @@ from halfstep.checks.registry import BaseCheck
 from halfstep.checks.story import Story, Update
 from halfstep.events import (
     Contribution,
+    Division,
     Event,
     Finding,
     GradientsEdited,
@@ -204,6 +205,9 @@ class _Habit:
         edits = [e for e in update.between if isinstance(e, GradientsEdited) and near(e.factor or 0.0, 1 / size)]
         ragged = not even([w.elements for w in main.weights], 0.02) and even([w.each for w in main.weights], 0.01)
         plain = [d for d in by_size if not d.multiplied or size > 2]  # 0.5 is a weight as well
+        elements = main.weights[-1].elements
+        if by_size and elements > 1 and even([w.elements for w in main.weights]):  # a sum over (elements * size)
+            plain += [d for d in divisions if near(d.by, elements * size)]
         if len(plain) + len(edits) > 1 and not (size == 2 and main.is_square):
             place = edits[0].at if edits else by_size[-1].at
         elif by_size and ragged:
@@ -270,7 +274,7 @@ class _Habit:
         self._stepped.chance()
         if strand.size != 1 or parts is None or parts < 2 or not alone or self.sizes.whole:
             return
-        if not any(near(d.by, parts) and not d.multiplied for d in strand.last.divisions):
+        if not any(near(d.by, parts) and d.counts is not False and _is_meant(d) for d in strand.last.divisions):
             return
         if len(strand.terms) == 1:
             weighed = parts == 2 and main.is_square  # half a square
@@ -293,6 +297,11 @@ class _Habit:
                 fix=f"if (i + 1) % {parts} == 0: optimizer.step(); optimizer.zero_grad()",
             )
         )
+
+
+def _is_meant(division: Division) -> bool:
+    """Whether this may be a division for a group: a product with 0.25 is a weight, with 1 / A it is none."""
+    return not division.multiplied or bool(division.counts)
 
 
 def _all_whole(strand: Strand) -> bool:

@@ -30,6 +30,8 @@ class Supervision(BaseCheck):
         self._reads: OrderedDict[int, list[LossRead]] = OrderedDict()
         self._empty: dict[int, Contribution] = {}  # contributions of this group that supervise nothing and are NaN
         self._told: set[int] = set()
+        self._silent: dict[int, Contribution] = {}  # contributions that supervise nothing and harm nothing
+        self._silences = 0
         self._counted: dict[tuple[int, str, int], Evidence] = {}
         self._logs: dict[tuple[str, int], _Log] = {}
         self._before: tuple[Contribution, ...] = ()
@@ -63,6 +65,7 @@ class Supervision(BaseCheck):
         for log in self._logs.values():
             log.updated(self._before)
             yield from log.finding()
+        yield from self._harmless()
 
     # -- contributions -------------------------------------------------------------------------------------------
 
@@ -79,6 +82,11 @@ class Supervision(BaseCheck):
                 self._empty.pop(next(iter(self._empty)))
             for read in self._reads.pop(event.number, []):
                 yield from self._nan_read(event, read)
+
+        elif data and all(share.supervised == 0 for share in data):
+            self._silences += 1
+            if len(self._silent) < _KEPT:
+                self._silent[event.number] = event
 
     def _positions(self, event: Contribution, share: Share, ordinal: int, alone: bool) -> None:
         """Divided by all positions, ignored ones included: coefficient times positions is one, not times supervised."""
@@ -148,6 +156,28 @@ class Supervision(BaseCheck):
             ),
             evidence={"positions": share.positions, "supervised": 0, "micro_batch": event.number, "gradient": "zero"},
             fix="leave micro-batches without targets out of the average, or skip them",
+        )
+
+    def _harmless(self) -> Iterator[Finding]:
+        """Micro-batches without targets that spoilt nothing: their share of the update is missing all the same."""
+        known = {**self._silent, **{n: c for n, c in self._empty.items() if n not in self._told}}
+        if not known:
+            return
+        number, first = min(known.items())
+        count = max(self._silences, len(self._silent)) + len(known) - len(self._silent)
+        more = f" (and {count - 1} more)" if count > 1 else ""
+        positions = max(s.positions for s in first.shares if s.supervised == 0)
+        yield Finding(
+            rule="no-supervised-elements",
+            severity="info",
+            at=first.loss_at or first.at,
+            message=(
+                f"micro-batch {number}{more} has no supervised element among {positions}: it added exactly zero to "
+                "the gradients; an update of such micro-batches alone moves parameters by momentum and decay only"
+            ),
+            count=count,
+            evidence={"positions": positions, "supervised": 0, "micro_batch": number, "gradient": "zero"},
+            fix="skip such micro-batches, and the update where the whole group has none",
         )
 
     # -- reads ---------------------------------------------------------------------------------------------------

@@ -35,12 +35,14 @@ class Share:
 class Division:
     """The whole loss divided by a number, between its reduction and the root; ``at``: where, once it was looked at.
 
-    ``multiplied``: by the inverse, in truth.
+    ``multiplied``: by the inverse, in truth. ``counts``: whether the source at ``at`` tells the number to be a group's
+    micro-batches (None: the source does not show the division).
     """
 
     by: float
     at: Place | None = None
     multiplied: bool = False
+    counts: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

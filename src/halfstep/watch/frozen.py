@@ -15,11 +15,13 @@ import torch
 
 from halfstep.events import FrozenMoved, Place
 from halfstep.watch.gradients import Gradients
+from halfstep.watch.hooked import Hooked
 from halfstep.watch.look import Operation
 from halfstep.watch.modules import Modules
 from halfstep.watch.parameters import Parameters
 from halfstep.watch.patches import Patches
 from halfstep.watch.regions import ZEROING, Region, region
+from halfstep.watch.samples import pick
 from halfstep.watch.sources import freezes, only_line
 from halfstep.watch.stream import Late
 
@@ -32,7 +34,6 @@ _DENSE = 64  # attempts of which each is looked at, then every _SPARSE-th
 _SPARSE = 16
 _IDLE = 8  # attempts without a contribution after which a parameter counts as meant frozen
 _SURE = 3  # attempts with a gradient zeroed by hand
-_SAMPLE = 1 << 14
 _MOST = 16  # parameters looked at in an attempt
 
 
@@ -65,18 +66,21 @@ class Frozen:
         self._suspects: list[tuple[torch.Tensor, torch.Tensor, str, torch.Tensor | None]] = []
         self._masked: dict[int, _Masked] = {}
         self._made: OrderedDict[int, tuple[Place | None, Region, int]] = OrderedDict()  # by address
-        self._hooks: dict[int, tuple[weakref.ref[torch.Tensor], Place | None, str]] = {}
+        self._hooked = Hooked(session, modules)
         self._owners: dict[int, torch.Tensor] = {}
         self._owners_of = -1
-        parameters.witnesses.append(self)
+        parameters.witnesses += [self, self._hooked]
         self._lens = _Lens(self)
 
     def install(self, patches: Patches) -> None:
         for owner in (Optimizer, torch.nn.Module):
             patches.around(owner, "zero_grad", None, self._after_clear)
-        patches.around(torch.Tensor, "register_hook", None, self._after_hook)
+        self._hooked.install(patches)
         if self._lens not in self._session.look.lenses:
             self._session.look.lenses.append(self._lens)
+
+    def remove(self) -> None:
+        self._hooked.remove()
 
     def _after_clear(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         owner = args[0]
@@ -90,12 +94,6 @@ class Frozen:
                 self._cleared[id(parameter)] = grad._version
             elif self._cleared:
                 self._cleared.pop(id(parameter), None)
-
-    def _after_hook(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensor, hook = args[0], kwargs.get("hook", args[1] if len(args) > 1 else None)
-        code = getattr(hook, "__code__", None)
-        if isinstance(tensor, torch.nn.Parameter) and code is not None and len(self._hooks) < _DENSE:
-            self._hooks[id(tensor)] = (weakref.ref(tensor), self._session.place(), code.co_qualname)
 
     # -- around attempts -----------------------------------------------------------------------------------------
 
@@ -137,15 +135,15 @@ class Frozen:
 
     def _suspect(self, parameter: torch.Tensor, why: str, only_if: torch.Tensor | None = None) -> None:
         if len(self._suspects) < _MOST:
-            self._suspects.append((parameter, _pick(parameter).clone(), why, only_if))
+            self._suspects.append((parameter, pick(parameter).clone(), why, only_if))
 
     def _note(self, masked: _Masked, parameter: torch.Tensor, grad: torch.Tensor, micro: int) -> None:
         if masked.micro != micro and self._session.look.is_open:
             masked.attempts, masked.start, masked.zero = 0, None, None  # not zeroed this time: no freezing
             return
-        zero = _pick(grad) == 0
+        zero = pick(grad) == 0
         if masked.start is None or masked.zero is None:
-            masked.start, masked.zero = _pick(parameter).clone(), zero & _pick(masked.region.inside(grad))
+            masked.start, masked.zero = pick(parameter).clone(), zero & pick(masked.region.inside(grad))
         else:
             masked.zero &= zero
         masked.attempts += 1
@@ -171,7 +169,7 @@ class Frozen:
         if times & (times - 1) and idle % _IDLE:
             return
         with torch.no_grad():
-            moves = [((_pick(p) - old).abs().amax().float(), only_if) for p, old, only_if in chosen if old.numel()]
+            moves = [((pick(p) - old).abs().amax().float(), only_if) for p, old, only_if in chosen if old.numel()]
             changes = torch.stack([move if only_if is None else move * only_if for move, only_if in moves])
         at = self._session.place()
         if why == "requires_grad is False":
@@ -191,7 +189,7 @@ class Frozen:
         if masked.start is None or masked.zero is None:
             return
         with torch.no_grad():
-            change = ((_pick(parameter) - masked.start).abs() * masked.zero).amax().float()
+            change = ((pick(parameter) - masked.start).abs() * masked.zero).amax().float()
             if masked.changed is not False:
                 change = torch.where(torch.as_tensor(masked.changed, device=change.device), 0.0, change)
         self._session.stream.emit(
@@ -210,13 +208,8 @@ class Frozen:
     def saw(self, operation: Operation) -> None:
         if operation.name not in ZEROING or self._parameters.updating or self._gradients.busy:
             return
-        if operation.backward and not self._hooks:
-            return
-        zeroed = region(operation)
+        zeroed = None if operation.backward else region(operation)
         if zeroed is None:
-            return
-        if operation.backward:
-            self._in_hook(operation, zeroed)
             return
         owner = None if operation.name == "zeros_like" else self._owner(operation.args[0])
         if operation.mutates and owner is not None:
@@ -239,16 +232,6 @@ class Frozen:
             known.changed = known.changed | differs
         elif known.changed is not True and differs is not False:
             known.changed = differs
-
-    def _in_hook(self, operation: Operation, zeroed: Region) -> None:
-        """A mask applied inside a hook that the script put on a parameter of this shape."""
-        at, out = operation.at, operation.out
-        for ref, line, code in self._hooks.values():
-            parameter = ref()
-            if at is None or parameter is None or at.function != code or not isinstance(out, torch.Tensor):
-                continue
-            if parameter.shape == out.shape and parameter.requires_grad:
-                self._zeroed(parameter, line, zeroed)
 
     def _owner(self, grad: Any) -> torch.Tensor | None:
         """The parameter in whose gradient's storage this tensor lies."""
@@ -276,8 +259,3 @@ class _Lens:
 
     def after(self, operation: Operation) -> None:
         self._frozen.saw(operation)
-
-
-def _pick(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLE)]

@@ -19,6 +19,7 @@ import torch
 from halfstep.events import Division, LossRead, Place
 from halfstep.watch.look import Operation
 from halfstep.watch.patches import Patches
+from halfstep.watch.sources import divides_by_count
 from halfstep.watch.stream import on_host
 from halfstep.weigh.nodes import LOSSES, PRODUCTS, QUOTIENTS, REDUCTIONS, children, constant, name_of, shape_of
 
@@ -78,7 +79,7 @@ class Losses:
             places = tuple(new or known for new, known in zip(places, old[1], strict=True))
         _keep(self._seen, route, (loss_at, places))
         pairs = zip(chain.divisors, places, strict=True)
-        return loss_at, tuple(Division(by, place, inverse) for (by, _, inverse), place in pairs)
+        return loss_at, tuple(Division(by, place, inverse, _counts(place, by)) for (by, _, inverse), place in pairs)
 
     # -- the lens ------------------------------------------------------------------------------------------------
 
@@ -155,6 +156,10 @@ def walk(node: Any) -> Chain:
                 factor = float("nan")
         node = inputs[0][0]
     return chain
+
+
+def _counts(at: Place | None, by: float) -> bool | None:
+    return None if at is None else divides_by_count(at.file, at.line, by)
 
 
 @functools.lru_cache(maxsize=1024)
