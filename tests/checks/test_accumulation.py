@@ -337,7 +337,8 @@ def test_what_checks_remember_is_bounded() -> None:
             update = story.tell(event)
             for check in checks:
                 list(check.updated(update, story) if update is not None else ())
-        return len(pickle.dumps(checks))
+        assert story.sizes.total() == story.attempted
+        return len(pickle.dumps((checks, story)))
 
     assert remembered(1_400) < 1.1 * remembered(700)
 

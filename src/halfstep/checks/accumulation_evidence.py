@@ -15,7 +15,7 @@ Value = TypeVar("Value")
 
 
 def recall(memory: dict[Key, Value], key: Key, new: Callable[[], Value]) -> Value:
-    """What is remembered of ``key``, or something new; the oldest goes where there would be too many.
+    """What is remembered of ``key``, or something new; the one asked for longest ago goes where they would be too many.
 
     A script may make an optimizer for each of its thousands of tasks.
     """
@@ -24,6 +24,8 @@ def recall(memory: dict[Key, Value], key: Key, new: Callable[[], Value]) -> Valu
         if len(memory) >= _MOST:
             del memory[next(iter(memory))]
         known = memory[key] = new()
+    else:
+        memory[key] = memory.pop(key)
     return known
 
 

@@ -111,10 +111,6 @@ class Judge:
     @property
     def summary(self) -> Summary:
         story = self.story
-        sizes: dict[int, int] = {}
-        for optimizer in story.optimizers.values():
-            for size, count in optimizer.sizes.items():
-                sizes[size] = sizes.get(size, 0) + count
         main = max(story.scalers.values(), key=lambda s: s.updates, default=None)
         return Summary(
             attempted=story.attempted,
@@ -123,7 +119,7 @@ class Judge:
             micro_batches=story.micro_batches,
             weighed=story.weighed,
             opaque=dict(story.opaque.most_common(_SHOWN)),
-            sizes=dict(sorted(sizes.items())),
+            sizes=dict(sorted(story.sizes.items())),
             precisions=dict(story.precisions),
             scale_path=list(main.path) if main is not None else [],
         )

@@ -78,7 +78,7 @@ class ClipAfterUpdate(BaseCheck):
         idents = list(event.optimizers) or ([self._last] if self._last is not None else [])
         if not idents or not all(self._idle(story.optimizer(i)) and self._unclipped.get(i) for i in idents):
             return
-        if not event.optimizers and any(story.optimizer(i).live for i in story.optimizers):
+        if not event.optimizers and any(o.live for o in story.optimizers.values()):
             return
         at = event.at
         norm = f"; the norm it found was {event.norm:.3g}" if event.norm is not None else ""

@@ -6,8 +6,10 @@ gradients (at most a few hundred), and a short tail of finished updates.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from halfstep.events import (
     Attempt,
@@ -29,6 +31,9 @@ from halfstep.events import (
 
 _KEPT = 512  # contributions remembered in one optimizer's gradients
 _TAIL = 64  # finished updates remembered
+_MOST = 256  # optimizers, and schedulers, remembered: some scripts make one for each of their tasks
+
+_Kind = TypeVar("_Kind")
 
 
 @dataclass(slots=True)
@@ -117,9 +122,9 @@ class Story:
     """Fold events with `tell`; ask for optimizers, scalers, schedulers and counters."""
 
     def __init__(self) -> None:
-        self.optimizers: dict[int, OptimizerStory] = {}
+        self.optimizers: OrderedDict[int, OptimizerStory] = OrderedDict()  # the ones used last at the end
         self.scalers: dict[int, ScalerStory] = {}
-        self.schedulers: dict[int, SchedulerStory] = {}
+        self.schedulers: OrderedDict[int, SchedulerStory] = OrderedDict()
         self.attempted = 0
         self.applied = 0
         self.skipped = 0
@@ -127,9 +132,10 @@ class Story:
         self.weighed = 0
         self.opaque: Counter[str] = Counter()
         self.precisions: Counter[str] = Counter()
+        self.sizes: Counter[int] = Counter()  # contributions an update, of all optimizers
 
     def optimizer(self, ident: int) -> OptimizerStory:
-        return self.optimizers.setdefault(ident, OptimizerStory())
+        return _kept(self.optimizers, ident, OptimizerStory)
 
     def scaler(self, ident: int) -> ScalerStory:
         return self.scalers.setdefault(ident, ScalerStory())
@@ -145,9 +151,9 @@ class Story:
                 if event.enabled:
                     scaler.path.append((self.attempted, event.scale))
             case SchedulerMade():
-                self.schedulers.setdefault(event.scheduler, SchedulerStory()).made = event
+                _kept(self.schedulers, event.scheduler, SchedulerStory).made = event
             case SchedulerStepped():
-                schedule = self.schedulers.setdefault(event.scheduler, SchedulerStory())
+                schedule = _kept(self.schedulers, event.scheduler, SchedulerStory)
                 schedule.steps += 1
                 schedule.last = event
             case StateLoaded(kind="scaler", ident=int(ident)):
@@ -244,9 +250,22 @@ class Story:
             between=tuple(story.between),
         )
         story.sizes[len(update.live)] += 1
+        self.sizes[len(update.live)] += 1
         story.updates.append(update)
         story.stale += len(update.live)  # until something clears them, they stay in the gradients
         story.pending.clear()
         story.erased.clear()
         story.between.clear()
         return update
+
+
+def _kept(memory: OrderedDict[int, _Kind], ident: int, new: Callable[[], _Kind]) -> _Kind:
+    """What is told of ``ident``, or something new; the one left alone longest goes where they are too many."""
+    known = memory.get(ident)
+    if known is None:
+        if len(memory) >= _MOST:
+            memory.popitem(last=False)
+        known = memory[ident] = new()
+    else:
+        memory.move_to_end(ident)
+    return known
