@@ -221,7 +221,7 @@ def test_optimizer_step_by_hand(fused: bool, updates: int) -> None:
         run.manager.backward(run.loss())
         run.optimizer.step()
         run.manager.backward(run.loss(2))
-        with run.unchanged(MisuseError, r"AdamW.step\(\) was called by hand while \d contributions were pending"):
+        with run.unchanged(MisuseError, r"AdamW.step\(\) was called by hand while \d contributions?"):
             run.manager.step(run.model, run.optimizer, run.scheduler)
         run.works_again()
 
@@ -237,7 +237,7 @@ def test_a_stage_trained_by_hand_between_updates_is_the_users_own(run: Run) -> N
 def test_scheduler_step_by_hand(run: Run) -> None:
     run.scheduler.step()
     run.manager.backward(run.loss())
-    with run.unchanged(MisuseError, r"ExponentialLR.step\(\) was called by hand 1 times"):
+    with run.unchanged(MisuseError, r"ExponentialLR.step\(\) was called by hand 1 time since"):
         run.manager.step(run.model, run.optimizer, run.scheduler)
 
 
@@ -246,7 +246,7 @@ def test_scheduler_step_by_hand_before_the_first_update() -> None:
     run.manager.backward(run.loss())
     with pytest.warns(UserWarning, match="before"):
         run.scheduler.step()
-    with run.unchanged(MisuseError, r"called by hand 1 times"):
+    with run.unchanged(MisuseError, r"called by hand 1 time since"):
         run.manager.step(run.model, run.optimizer, run.scheduler)
 
 
@@ -286,13 +286,13 @@ def test_editing_gradients_by_hand_is_allowed() -> None:
 def test_scale_changed_mid_group() -> None:
     run = Run("fp16")
     run.manager.backward(run.loss())
-    with run.unchanged(MisuseError, "contributions pending"):
+    with run.unchanged(MisuseError, "contributions? pending"):
         run.manager.loss_scale = 4.0
     run.manager.step(run.model, run.optimizer)
     run.manager.loss_scale = 4.0
     assert run.manager.loss_scale == 4.0
     for _ in run.manager.groups(run.batches(), 3, weight=len):
-        with run.unchanged(MisuseError, "contributions pending"):
+        with run.unchanged(MisuseError, "contributions? pending"):
             run.manager.loss_scale = 8.0
         break
 
@@ -376,7 +376,7 @@ def test_weights_that_cannot_weigh(run: Run, weight: Any) -> None:
 
 def test_another_number_of_terms(run: Run) -> None:
     run.manager.backward([run.loss(), run.loss(2)], weight=[5, 5])
-    with run.unchanged(WeightError, "1 terms"):
+    with run.unchanged(WeightError, "1 term,"):
         run.manager.backward(run.loss(), weight=5)
     run.manager.discard()
     for group in run.manager.groups(run.batches(), 3, weight=lambda b: (5, 5, 5)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -79,7 +79,7 @@ class Order:
                 raise MisuseError(
                     f"none of the {count} pending contributions reached a parameter of this model"
                     if count > 1
-                    else "the one pending contribution reached no parameter of this model",
+                    else "the one pending contribution has not reached a parameter of this model",
                     "step the model whose loss was given to backward",
                 )
             raise MisuseError(
@@ -177,10 +177,11 @@ class Order:
         seen = f"{precision.name} is declared, and manager.context() was never entered"
         scaled = "; the loss is scaled for nothing" if precision.scaled else ""
         self.journal.note("nothing ran in half precision", f"{seen}{scaled}")
-        warnings.warn(
-            f"halfstep: nothing ran in half precision: {seen}{scaled}. Wrap the forward in `with manager.context():`, "
-            'or declare precision="fp32"',
-            stacklevel=3,
+        logging.getLogger("halfstep").warning(
+            "nothing ran in half precision: %s%s. Wrap the forward in `with manager.context():`, or declare "
+            'precision="fp32"',
+            seen,
+            scaled,
         )
 
     def verify(self, share: Share, verification: Verification) -> None:

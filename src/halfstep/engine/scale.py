@@ -183,8 +183,10 @@ class LossScale(torch.amp.GradScaler):
             return tuple(torch.autograd.grad(outputs, inputs, **torch_kwargs))
         roots = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         given = torch_kwargs.pop("grad_outputs", None)
-        seeds = [given] * len(roots) if given is None or isinstance(given, Tensor) else list(given)
-        seeds = [torch.ones_like(root) if seed is None else seed for root, seed in zip(roots, seeds, strict=True)]
+        each = [given] * len(roots) if given is None or isinstance(given, Tensor) else list(given)
+        seeds: list[Tensor] = [
+            torch.ones_like(r) if seed is None else seed for r, seed in zip(roots, each, strict=True)
+        ]
         torch_kwargs["retain_graph"] = True  # for another try; the graph goes with its outputs
         scale = min(self.value, GRAD_SCALE)
         while True:

@@ -99,13 +99,13 @@ class Schedule:
                     failed = failed or (scheduler, error)
             self._note(scheduler)
         if failed is not None:
-            scheduler, error = failed
+            scheduler, why = failed
             raise MisuseError(
                 f"update {update} was {outcome}, then {type(scheduler).__name__}.step() raised "
-                f"{type(error).__name__}: {error}",
+                f"{type(why).__name__}: {why}",
                 "the update is complete, and the loop may go on with manager.backward; mend the scheduler, or leave it "
                 "out of manager.step",
-            ) from error
+            ) from why
 
     def move_at_once(self, schedulers: tuple[Any, ...], optimizers: tuple[Any, ...], update: int) -> None:
         """Move before the outcome is known, keeping the way back."""
