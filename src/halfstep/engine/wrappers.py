@@ -130,6 +130,13 @@ class Ddp(Wrapper):
     def waits(self) -> bool:
         return bool(self.module.require_backward_grad_sync)
 
+    def done(self) -> None:
+        super().done()
+        # After its first exchange a reducer rebuilds its buckets, a collective, at the next forward. On a rank whose
+        # last micro-batches weigh nothing that forward is one of this group, on others one of the next: do it now.
+        if self.exchanged and self.module.reducer._rebuild_buckets():  # type: ignore[union-attr, operator]
+            self.module._has_rebuilt_buckets = True  # type: ignore[assignment]
+
     def hook(self) -> str | None:
         """The name of its communication hook, where one is registered."""
         data = self.module._get_ddp_logging_data()  # type: ignore[operator]
