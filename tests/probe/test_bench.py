@@ -96,6 +96,14 @@ def test_the_choice_is_the_fastest_but_bf16_where_they_are_near(bf16: float, fp1
     assert found.gain("bf16") == pytest.approx(bf16)
 
 
+def test_a_busy_machine_is_no_reason_to_choose() -> None:
+    calls = iter(range(1_000_000))
+    found, _ = measured(lambda _, precision: 1e-4 * (10.0 if next(calls) % 3 else 1.0))
+    assert found.scatter == pytest.approx(10.0)
+    assert found.choice is None
+    assert "timings scatter by a factor of 10" in found.advice()[0]
+
+
 def test_what_cannot_be_run_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = measured(lambda *_: 1e-3, broken="fp16")
     assert found.gain("fp16") is None

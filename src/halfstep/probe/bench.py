@@ -21,8 +21,10 @@ from halfstep.events import plain
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 GAIN = 1.1  # a half precision that gains less than this is not worth its rounding for speed alone
+UNEVEN = 3.0  # the usual run over the fastest: beyond this something else was measured
 ENOUGH = 0.25  # seconds of one run, beyond which larger sizes tell nothing new
-REPEATS = 7
+REPEATS = 30  # of the fastest runs; others on the machine only ever make one slower
+SHORT = 0.3  # seconds that repeating one size may take, three runs apart
 STEP = 12.0  # from one size to the next an operation costs about 8 times more; emulated ones rather more
 
 Size = tuple[int, ...]
@@ -50,7 +52,9 @@ class Cell:
     operation: str
     precision: str
     seconds: dict[int, float]
-    """Median of a run by size (its index), casts included; empty where it could not be run."""
+    """The fastest of a few runs, by size (its index), casts included; empty where it could not be run."""
+    scatter: dict[int, float] = field(default_factory=dict)
+    """The median of those runs over the fastest, by size."""
     why_not: str = ""
 
 
@@ -84,8 +88,21 @@ class Bench:
         return statistics.geometric_mean(known) if len(known) == len(names) else None
 
     @property
+    def scatter(self) -> float:
+        """How much slower the usual run was than the fastest, at worst, where precisions are compared."""
+        found = 1.0
+        for cell in self.cells:
+            speed = self.speed(cell.operation, cell.precision)
+            full = self.cell(cell.operation, "fp32")
+            if speed is not None and full is not None:
+                found = max(found, cell.scatter.get(speed[1], 1.0), full.scatter.get(speed[1], 1.0))
+        return found
+
+    @property
     def choice(self) -> str | None:
-        """The precision to train in on this device, for speed; None where too little was measured."""
+        """The precision to train in on this device, for speed; None where too little was measured, or too unevenly."""
+        if self.scatter > UNEVEN:
+            return None
         gains = {name: self.gain(name) for name in HALVES if name in self.precisions}
         known = {name: gain for name, gain in gains.items() if gain is not None}
         if not known or self.gain("fp32") is None:
@@ -106,6 +123,12 @@ class Bench:
         told: list[str] = []
         gains = {name: self.gain(name) for name in self.precisions}
         choice = self.choice
+        if self.scatter > UNEVEN:
+            told.append(
+                f"timings scatter by a factor of {self.scatter:.0f}, too much to choose by: something else keeps this "
+                "machine busy; run it again when it is quiet, or with fewer threads (OMP_NUM_THREADS)"
+            )
+            return told
         if choice is None:
             told.append("too little was measured to choose by")
         elif choice == "fp32":
@@ -158,6 +181,7 @@ class Bench:
             "threads": self.threads,
             "torch": torch.__version__,
             "complete": self.complete,
+            "scatter": self.scatter,
             "rows": [plain(row) for row in rows],
             "gain": {name: self.gain(name) for name in self.precisions},
             "choice": self.choice,
@@ -205,24 +229,26 @@ def _measure(
 ) -> Cell:
     end = clock() + budget
     seconds: dict[int, float] = {}
+    scatter: dict[int, float] = {}
     for index, size in enumerate(operation.sizes):
         try:
             run = operation.make(size, device)
             first = _timed(run, precision, device, clock)  # makes kernels and primitives, too
             times: list[float] = []
-            while len(times) < REPEATS and (not times or clock() + times[-1] < end):
-                if not times and index and clock() + first > end:
+            while len(times) < REPEATS and (len(times) < 3 or sum(times) < SHORT):
+                if clock() + (times[-1] if times else first if index else 0.0) > end and (times or index):
                     break
                 times.append(_timed(run, precision, device, clock))
         except (RuntimeError, NotImplementedError) as error:
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            return Cell(operation.name, precision, seconds, "" if seconds else why)
+            return Cell(operation.name, precision, seconds, scatter, "" if seconds else why)
         if not times:
             break
-        seconds[index] = statistics.median(times)
-        if seconds[index] > ENOUGH or clock() + 3 * STEP * seconds[index] > end:
+        seconds[index] = min(times)
+        scatter[index] = statistics.median(times) / seconds[index]
+        if seconds[index] > ENOUGH or clock() + 2 * STEP * seconds[index] > end:
             break
-    return Cell(operation.name, precision, seconds)
+    return Cell(operation.name, precision, seconds, scatter)
 
 
 def _timed(run: Run, precision: str, device: torch.device, clock: Callable[[], float]) -> float:
