@@ -241,3 +241,24 @@ def test_factors(factor: float, as_tensor: bool) -> None:
     agrees(one(value * F.mse_loss(prediction(), VALUES)), want)
     agrees(one(F.mse_loss(prediction(), VALUES).double().float().view(1).squeeze() * value), want)
     agrees(one(F.mse_loss(prediction(), VALUES) / (1 / value)), want)
+
+
+@pytest.mark.parametrize(
+    ("loss", "live"),
+    [
+        (lambda x: F.mse_loss(x * MASK, VALUES * MASK), MASK.sum()),
+        (lambda x: ((x * MASK - VALUES * MASK) ** 2).mean(), MASK.sum()),
+        (lambda x: ((x - VALUES) * MASK).abs().mean(), MASK.sum()),
+        (lambda x: F.huber_loss(x.masked_fill(MASK == 0, 0.0), VALUES * MASK).div(2), MASK.sum()),
+        (lambda x: F.smooth_l1_loss((x * MASK).flatten(), (VALUES * MASK).flatten()), MASK.sum()),
+        (lambda x: torch.where(MASK > 0, x - VALUES, torch.zeros(())).pow(2).mean(), MASK.sum()),
+        (lambda x: F.mse_loss(x * MASK, VALUES), None),  # a mask on one side: dropout
+        (lambda x: ((x - VALUES) * (1 + MASK)).pow(2).mean(), None),  # weights
+        (lambda x: F.mse_loss(x * 0.5, VALUES), None),
+        (lambda x: F.mse_loss(x, VALUES), None),
+    ],
+)
+def test_what_a_mask_on_a_losss_inputs_leaves(loss, live) -> None:  # type: ignore[no-untyped-def]
+    term = one(loss(prediction()))
+    assert term.live == (None if live is None else int(live))
+    assert term.supervised == term.positions == B * T

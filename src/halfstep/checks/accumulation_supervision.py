@@ -33,6 +33,7 @@ class Supervision(BaseCheck):
         self._silent: dict[int, Contribution] = {}  # contributions that supervise nothing and harm nothing
         self._silences = 0
         self._counted: dict[tuple[int, str, int], Evidence] = {}
+        self._parts: dict[tuple[int, str, int], tuple[float, float]] = {}  # smallest and largest part left by a mask
         self._logs: dict[tuple[str, int], _Log] = {}
         self._before: tuple[Contribution, ...] = ()
 
@@ -95,31 +96,46 @@ class Supervision(BaseCheck):
         key = (event.route, share.loss, ordinal)
         evidence = self._counted.setdefault(key, Evidence(least=4, share=0.8, weight="ignored"))
         own_mean = share.reduction == "mean" and share.loss in ("cross_entropy", "nll")  # torch counts targets itself
-        if own_mean or share.supervised >= _FEW * share.positions or share.spread > 0.02:
+        live = self._unmasked(key, share)
+        counted = share.supervised if live is None else live
+        if own_mean or counted >= _FEW * share.positions or share.spread > 0.02:
             return
         evidence.chance()
         over_all = share.coefficient * share.positions / (event.scale or 1.0) / max(share.parts, 1)
-        factors = [1.0, math.prod(d.by for d in event.divisions), *(d.by for d in event.divisions)]
+        numbers = [d.by for d in event.divisions if d.by >= 1]
+        factors = [1.0, math.prod(numbers), *numbers]
         if not any(near(over_all * factor, 1.0, 0.02 if event.dtype != "float32" else 0.004) for factor in factors):
             return
         explicit = share.ignored_share > 0.01
         if not explicit and (not alone or self._examples is None or share.positions <= self._examples):
             return  # a mask over whole examples may choose them on purpose (pseudo-labels above a threshold)
-        ignored = 1 - share.supervised / share.positions
+        ignored = 1 - counted / share.positions
         evidence.add(
             Finding(
                 rule="ignored-positions-counted",
                 severity="error" if explicit else "warning",
                 at=_divided_at(event, share.positions) or event.at,
                 message=(
-                    f"the loss is divided by {share.positions} positions of which {share.supervised} are supervised: "
+                    f"the loss is divided by {share.positions} positions of which {counted} are supervised: "
                     f"{ignored:.0%} of its weight sits on ignored positions, gradients are "
-                    f"{share.positions / share.supervised:.3g} times too small"
+                    f"{share.positions / counted:.3g} times too small"
                 ),
-                evidence={"positions": share.positions, "supervised": share.supervised, "ignored": ignored},
+                evidence={"positions": share.positions, "supervised": counted, "ignored": ignored},
                 fix="divide the sum by the number of supervised positions, not by all of them",
             )
         )
+
+    def _unmasked(self, key: tuple[int, str, int], share: Share) -> int | None:
+        """How many positions a mask on the loss's inputs leaves, where it is not the same share of them every time.
+
+        A mask that always leaves one of so many (the action taken) changes the learning rate and nothing else.
+        """
+        if not share.live:
+            return None
+        part = share.live / share.positions
+        low, high = self._parts.get(key, (part, part))
+        self._parts[key] = low, high = min(low, part), max(high, part)
+        return share.live if high - low > 0.01 else None
 
     # -- nothing supervised --------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ class Share:
     targets: int | None = None
     soft: bool = False
     parts: int = 1
+    live: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

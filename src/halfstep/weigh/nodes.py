@@ -128,6 +128,44 @@ def is_square(node: Node, name: str, inputs: list[tuple[Node, int, int]]) -> boo
     return name in PRODUCTS and len(inputs) == 2 and inputs[0][0] is inputs[1][0]
 
 
+_IN_ORDER = _names("View UnsafeView ReshapeAlias Squeeze Unsqueeze ToCopy")  # elements stay in their order
+
+
+def input_mask(node: Node) -> Any:
+    """What the inputs of an element loss (a node of torch's, a square, a size) were masked with, one value an element.
+
+    A product with constants, or a fill: whether the constants are a mask is for their values to tell.
+    """
+    name, inputs = name_of(node), children(node)
+    if name not in LOSSES and inputs and name_of(inputs[0][0]) in ADDS:
+        inputs = children(inputs[0][0])  # of the difference
+    for child, index, _ in inputs:
+        here, at = child, index
+        while name_of(here) in _IN_ORDER and len(children(here)) == 1:
+            here, at, _ = children(here)[0]
+        mask = None
+        if name_of(here) in PRODUCTS and len(children(here)) == 1:
+            mask = constant(here)
+        elif name_of(here).startswith("MaskedFill"):
+            mask = saved(here, "mask")
+            mask = None if mask is None else ~mask
+        elif name_of(here).startswith("Where") and len(children(here)) == 1:
+            mask = saved(here, "condition")
+            mask = ~mask if mask is not None and children(here)[0][2] == 1 else mask
+        if mask is not None and mask.numel() > 1:
+            return mask.detach().expand(shape_of(here, at)).reshape(-1)
+    return None
+
+
+def difference(node: Node) -> Any:
+    """Prediction less target, of every element of such a loss; None where it may not be read."""
+    if name_of(node) not in LOSSES:
+        kept = saved(node, "self")
+        return None if kept is None else kept.detach().reshape(-1)
+    kept, target = saved(node, "self"), saved(node, "target")
+    return None if kept is None or target is None else (kept.detach() - target.detach()).reshape(-1)
+
+
 def is_learned_factor(node: Node, budget: int = 12) -> bool:
     """Scalars made of parameters only: a learned weight of a loss, not a loss."""
     stack = [(node, 0)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from halfstep.weigh.nodes import is_hidden, saved
+from halfstep.weigh.nodes import difference, is_hidden, saved
 from halfstep.weigh.term import Reading
 from halfstep.weigh.walk import Place
 
@@ -47,6 +47,8 @@ class Site:
         self._ignored: int | None = None
         if place.kind == "loss":
             self._hold(node)
+        if place.mask is not None and detail:
+            self._hold_mask(node, place.mask)
         self._uniform = place.kind not in ("soft", "factor") and (place.above is not None or self._reduction != "none")
         self._index = place.index
         if self._uniform:
@@ -84,6 +86,16 @@ class Site:
             self._weighted = True
             if lengths is not None:
                 self._weight = torch.as_tensor(lengths).reshape(self._shape)
+
+    def _hold_mask(self, node: Any, mask: torch.Tensor) -> None:
+        """Which elements a mask on the loss's inputs leaves, and whether it zeroed both sides elsewhere."""
+        apart = difference(node)
+        if apart is None or apart.numel() != mask.numel():
+            return
+        size = mask.abs() if mask.dtype.is_floating_point else mask.float()
+        self._numbers["mask least"], self._numbers["mask most"] = _smallest(size), size.amax()
+        self._numbers["mask count"] = _sum(size.sign())
+        self._numbers["mask apart"] = (apart.abs() * (size == 0)).amax()
 
     def _valid(self) -> torch.Tensor | None:
         """Where elements are supervised, as far as targets and weights tell; None: everywhere, or unknown."""
@@ -231,6 +243,8 @@ class Site:
             weighted=self._weighted,
             group=self._group,
         )
+        if seen.get("mask least", math.nan) == seen.get("mask most") and seen["mask apart"] == 0:
+            reading.live = round(seen["mask count"])
         if self._uniform:
             self._spread_evenly(reading, abs(seen["grad"]))
         else:

@@ -48,6 +48,9 @@ class Term:
     parts: int = 1
     """Components that an inner sum folds into one element before the average: 8 for
     ``((a - b) ** 2).sum(-1).mean()`` on 8 features, whose ``total`` is therefore 8."""
+    live: int | None = None
+    """Elements that a mask on the loss's inputs left, where it made both sides zero elsewhere (``mse(p * m, y * m)``);
+    None: there is no such mask, or it was not looked at (``detail=False``). ``supervised`` knows nothing of it."""
 
 
 @dataclass(slots=True)
@@ -69,6 +72,7 @@ class Reading:
     mass: float = 0.0  # the same over all positions
     spread: float = 0.0
     divisor: float | None = None  # a mean node's own
+    live: int | None = None
     soft: bool = False
 
     def add(self, other: Reading, factor: float = 1.0) -> None:
@@ -101,6 +105,7 @@ class Reading:
             targets=self.targets,
             soft=self.soft or self.kind in ("soft", "classes"),
             parts=self.parts,
+            live=self.live,
         )
 
 

@@ -29,16 +29,19 @@ from halfstep.weigh.nodes import (
     class_weights,
     constant,
     divisor,
+    input_mask,
     is_error,
     is_learned_factor,
     is_one_class,
     is_penalty,
+    is_square,
     name_of,
     origin,
     shape_of,
 )
 
 _Inputs = list[tuple[Node, int, int]]
+_ERRORS = ("mse", "smooth_l1", "huber", "bce_with_logits")  # losses that a mask on both inputs takes out
 
 
 @dataclass(slots=True)
@@ -73,6 +76,8 @@ class Place:
     """Class weights as the script multiplied them in, where they may be read; of a "factor" place, the constants."""
     weighted: bool = False
     """Of a "soft" place: they are in the gradient that is seen there."""
+    mask: Any = None
+    """What the inputs of the loss were multiplied or filled with, one value an element."""
     logits: tuple[Node, int] | None = None
     """What the log-softmax was taken of: places on the same logits may be one term."""
 
@@ -266,7 +271,8 @@ class Walk:
             shape = shape[:-1]
         elif loss == "ctc":
             shape = shape_of(node, path.index)
-        self._place(path, loss, "loss", shape, logits=logits)
+        mask = input_mask(node) if loss in _ERRORS else None
+        self._place(path, loss, "loss", shape, logits=logits, mask=mask)
 
     def _element(self, path: _Path, name: str) -> None:
         shape = shape_of(path.node, path.index)
@@ -276,10 +282,12 @@ class Walk:
         if not shape:
             self._stop(name)  # a function of reduced losses: nothing there is an element
             return
-        loss = "elementwise"
+        loss, mask = "elementwise", None
         if is_error(path.node):
             loss = "l1" if name.startswith("Abs") else "mse"
-        self._place(path, loss, "element", shape)
+        if name.startswith("Abs") or is_square(path.node, name, children(path.node)):
+            mask = input_mask(path.node)
+        self._place(path, loss, "element", shape, mask=mask)
 
     def _chooses_class(self, path: _Path, inputs: _Inputs) -> bool:
         """A gather or index that takes one class's log-probability at each position."""
