@@ -108,7 +108,7 @@ def test_the_layer_that_overflows_is_named_with_its_operator_and_numbers() -> No
     assert (found.overflow.operator, found.overflow.phase, found.overflow.dtype) == ("mul", "forward", "float16")
     assert found.overflow.limit == 65504.0
     hidden = F.relu(model.first(batch[0]))
-    assert found.overflow.exact == pytest.approx(float(hidden.abs().max()) * 1e6, rel=1e-2)
+    assert found.overflow.exact == pytest.approx(hidden.abs().max().item() * 1e6, rel=1e-2)
     assert found.overflow.at is not None
     assert found.overflow.at.file == __file__
     source = Path(__file__).read_text().splitlines()[found.overflow.at.line - 1]
@@ -295,6 +295,17 @@ def test_islands_are_islands_here_too() -> None:
     assert found.module("middle").dtype == "float32"
 
 
+def test_compiled_parts_are_seen_by_the_names_the_script_gave() -> None:
+    model, batch = network(), examples()
+    plain = halfstep.compare(model, loss_of, batch)
+    model.middle = torch.compile(model.middle, backend="eager")  # type: ignore[assignment]
+    for compiled in (model, torch.compile(model, backend="eager")):
+        found = halfstep.compare(compiled, loss_of, batch)  # type: ignore[arg-type]
+        assert {m.name for m in found.modules} == {"", "first", "middle", "head"}
+        middle = found.module("middle")
+        assert (middle.kind, middle.weights) == ("Linear", plain.module("middle").weights)
+
+
 def test_it_can_be_read_as_a_table_as_data_and_as_a_chart() -> None:
     found = halfstep.compare(network(), loss_of, examples(), precision="fp16")
     data = json.loads(json.dumps(found.as_dict(), allow_nan=False))
@@ -322,6 +333,7 @@ def test_it_can_be_read_as_a_table_as_data_and_as_a_chart() -> None:
         (loss_of, {"loss_scale": math.inf}, PolicyError),
         (lambda model, batch: model(batch[0]), {}, MisuseError),
         (lambda model, batch: torch.zeros(()), {}, MisuseError),
+        (lambda model, batch: loss_of(network(), batch), {}, MisuseError),
     ],
 )
 def test_misuse_is_an_error_of_halfsteps_own(

@@ -14,7 +14,7 @@ from halfstep.engine.precision import Precision
 from halfstep.errors import PolicyError
 from halfstep.probe.comparison import Comparison, ModuleComparison
 from halfstep.probe.exponents import DEFAULT_SCALE, Exponents, Fit, exponents, fitting_scale
-from halfstep.probe.modules import Beside, Difference, Full, Seen, Sums
+from halfstep.probe.modules import Beside, Difference, Full, Seen, Sums, plain_name
 from halfstep.probe.overflow import Look
 from halfstep.probe.passes import Pass, Passes
 from halfstep.watch.ranges import HALF
@@ -125,7 +125,7 @@ def _looked(
     passes: Passes, region: Callable[[], AbstractContextManager[Any]], scale: float, full: Full
 ) -> tuple[Look, Beside, Pass]:
     look = Look(passes.model)
-    beside = Beside(full, scale, look.silent)
+    beside = Beside(full, scale)
     half = passes.half(region(), scale, look, beside)
     look.judge(half)
     return look, beside, half
@@ -134,12 +134,13 @@ def _looked(
 def _modules(model: nn.Module, beside: Beside, half: Pass, reference: Pass) -> list[ModuleComparison]:
     """In the order in which their outputs came."""
     out = []
-    named = dict(model.named_modules())
+    # Of a compiled module and the one inside it, which share a name, the inner: it comes later.
+    named = {plain_name(name): (name, module) for name, module in model.named_modules()}
     for name, seen in sorted(beside.modules.items(), key=lambda entry: entry[1].order):
-        module = named.get(name, model)
+        prefix, module = named[name]
         own = Sums()
         for parameter, _ in module.named_parameters(recurse=False):
-            key = f"{name}.{parameter}" if name else parameter
+            key = f"{prefix}.{parameter}" if prefix else parameter
             if key in half.gradients and key in reference.gradients:
                 own.add(half.gradients[key].float() / half.scale, reference.gradients[key])
         out.append(_module(name, module, seen, own.difference()))

@@ -125,7 +125,7 @@ class Comparison:
     @property
     def suspect(self) -> str | None:
         """The module to look at first: where it overflowed, parted, or lost most; None where that is outside of all."""
-        if self.overflow is not None and not (self.overflow.by_scale_alone and self.finite):
+        if self.overflow is not None and not self.overflow.by_scale_alone:
             return self.overflow.module
         if self.parted is not None or self.gradient_parted is not None:
             return self.parted if self.parted is not None else self.gradient_parted

@@ -81,7 +81,7 @@ class Region(TorchFunctionMode):
         self._kind = torch.device(device).type
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        here = place()
+        here = None if func.__name__ == "__get__" else place()  # what a tensor is, is no operator
         if here is None or (here.file, here.line) != self._at:
             return func(*args, **(kwargs or {}))
         with torch.autocast(self._kind, enabled=False):

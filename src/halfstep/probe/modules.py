@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from halfstep.probe.exponents import Exponents, exponents
 from halfstep.watch.calls import outputs_of
@@ -136,16 +137,15 @@ class Seen:
 class Beside:
     """The sight of the half pass: compares with the FP32 pass as it goes. ``scale``: carried by the gradients."""
 
-    def __init__(self, full: Full, scale: float, silent: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    def __init__(self, full: Full, scale: float) -> None:
         self._full = full
         self._scale = scale
-        self._silent = silent
         self._arrivals = 0
         self.modules: dict[str, Seen] = {}
 
     @contextlib.contextmanager
     def forward(self, model: nn.Module) -> Iterator[None]:
-        with _hooked(model, self._out, self._arrived, self._silent):
+        with _hooked(model, self._out, self._arrived):
             yield
 
     def backward(self, loss: Tensor) -> contextlib.AbstractContextManager[None]:
@@ -186,11 +186,17 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
+def _aside() -> Iterator[None]:
+    """What is computed here is no part of the pass: no mode sees or changes it, no autocast, no graph."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast(), torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
 def _hooked(
     model: nn.Module,
     out: Callable[[Key, Tensor], None],
     arrived: Callable[[Key, Tensor], None],
-    silent: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Iterator[None]:
     """``out`` is called with every floating-point output of the model's modules, ``arrived`` with its gradient."""
     names = {module: plain_name(name) for name, module in model.named_modules()}
@@ -202,14 +208,14 @@ def _hooked(
         if name is None or torch._C._current_autograd_node() is not None:
             return
         number = calls[name] = calls.get(name, -1) + 1
-        with silent(), torch.no_grad():
+        with _aside():
             for index, tensor in enumerate(outputs_of(result)):
                 if tensor.dtype not in _FLOATS or not tensor.numel() or tensor.layout is not torch.strided:
                     continue
                 key = (name, number, index)
                 out(key, tensor)
                 if tensor.requires_grad:
-                    tensor.register_hook(_telling(key, arrived, silent))  # type: ignore[no-untyped-call]
+                    tensor.register_hook(_telling(key, arrived))  # type: ignore[no-untyped-call]
 
     handle = register_module_forward_hook(returned)
     try:
@@ -218,14 +224,10 @@ def _hooked(
         handle.remove()
 
 
-def _telling(
-    key: Key,
-    arrived: Callable[[Key, Tensor], None],
-    silent: Callable[[], contextlib.AbstractContextManager[Any]],
-) -> Callable[[Tensor], None]:
+def _telling(key: Key, arrived: Callable[[Key, Tensor], None]) -> Callable[[Tensor], None]:
     def tell(gradient: Tensor) -> None:
         if gradient.layout is torch.strided:
-            with silent(), torch.no_grad():
+            with _aside():
                 arrived(key, gradient)
 
     return tell

@@ -135,7 +135,6 @@ class Look:
         self._look.lenses.append(self._peaks)
         self._culprit.install(session.patches)
         self._underflow.install(session.patches)
-        self.silent = self._look.silent
         self.overflow: Overflow | None = None
         self.peak = 0.0
         self.underflow: tuple[float, str] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -93,6 +94,9 @@ class Passes:
             stack.enter_context(torch.enable_grad())
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
+                stack.enter_context(warnings.catch_warnings())
+                # Hooks see a module compiled on its own twice, which changes nothing here.
+                warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
             for sight in sights:
                 stack.enter_context(sight.forward(self.model))
             stack.enter_context(region)
@@ -111,6 +115,8 @@ class Passes:
             root = loss.reshape(()) * torch.full((), scale, device=loss.device) if scale != 1.0 else loss.reshape(())
             taken = torch.autograd.grad(root, list(parameters.values()), allow_unused=True)
         gradients = {n: g for n, g in zip(parameters, taken, strict=True) if g is not None}
+        if not gradients:
+            raise MisuseError("no gradient reached a parameter of the model", "use the model that loss_fn is handed")
         return Pass(float(loss.detach()), root.detach(), gradients, scale, dtype)
 
 

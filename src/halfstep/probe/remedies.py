@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep.engine.group import examples_of
 from halfstep.engine.precision import Precision
-from halfstep.errors import HalfstepError, UnsupportedError
+from halfstep.errors import HalfstepError
 from halfstep.events import plain
 from halfstep.probe.compare import measure, run_full
 from halfstep.probe.comparison import Comparison
@@ -254,7 +254,7 @@ def _rate(trial: _Trial, optimizer: torch.optim.Optimizer | None, updates: int, 
         return Remedy(name, "-", None, "give it the optimizer: cure(optimizer)")
     try:
         tried = lower_rate(trial.passes, optimizer, trial.suspect or None, updates, rate)
-    except UnsupportedError as failed:
+    except HalfstepError as failed:
         return Remedy(name, "-", None, failed.seen)
     suspect = tried.name
     as_it_is, after = (trial.again(passes, reference=False) for passes in (tried.at_present, tried.at_lowered))
