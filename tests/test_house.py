@@ -51,6 +51,24 @@ def test_a_room_imports_only_from_below(room: str, path: Path) -> None:
         assert FLOOR[parts[1]] <= FLOOR[room], f"{path.name} (floor {FLOOR[room]}) imports {module}"
 
 
+def test_the_front_door_is_used_in_one_place() -> None:
+    """``halfstep``'s own names reach every floor: from below, only for ``manager.preflight``, when it is called."""
+    using = {
+        path.name
+        for room, path in rooms()
+        for module in imported(path)
+        if FLOOR[room] < 4 and (module == "halfstep" or module.removeprefix("halfstep.") in front())
+    }
+    assert using == {"records.py"}
+
+
+def front() -> set[str]:
+    """The public names of the package."""
+    import halfstep
+
+    return set(halfstep.__all__) - {"watch"}
+
+
 @pytest.mark.parametrize(("room", "path"), list(rooms()), ids=lambda v: v if isinstance(v, str) else v.name)
 def test_a_file_can_be_read_in_one_go(room: str, path: Path) -> None:
     assert len(path.read_text().splitlines()) <= LONGEST

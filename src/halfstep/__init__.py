@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from halfstep.engine.manager import MixedPrecisionManager as MixedPrecisionManager
     from halfstep.engine.update import Update as Update
     from halfstep.probe.preflight import preflight as preflight
-    from halfstep.probe.verdicts import Preflight as Preflight
+    from halfstep.probe.checklist import Preflight as Preflight
 
 # Names are imported when they are asked for: `halfstep report` and `halfstep explain` start without torch.
 _PLACES = {
@@ -21,7 +21,7 @@ _PLACES = {
     "MixedPrecisionManager": "halfstep.engine.manager",
     "NonFiniteError": "halfstep.errors",
     "PolicyError": "halfstep.errors",
-    "Preflight": "halfstep.probe.verdicts",
+    "Preflight": "halfstep.probe.checklist",
     "RecordError": "halfstep.errors",
     "ScaleFloorError": "halfstep.errors",
     "UnsupportedError": "halfstep.errors",

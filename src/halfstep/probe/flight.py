@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from halfstep.engine.binding import modules_of, plain_name
 from halfstep.engine.manager import MixedPrecisionManager
-from halfstep.engine.replicas import Replicas
 from halfstep.errors import HalfstepError, MisuseError, NonFiniteError, PolicyError, UnsupportedError
 from halfstep.probe import initialisation
 from halfstep.probe.rehearsal import Rehearsal, Rehearsing
 from halfstep.probe.same_update import SameUpdate, measured
 from halfstep.probe.trial import Trial, unchanged
-from halfstep.probe.verdicts import Row, failed, not_judged
+from halfstep.probe.checklist import Row, failed, not_judged
 from halfstep.probe.whole import joined
 
 MOST = 64  # micro-batches that are taken
@@ -104,7 +103,7 @@ class Flight:
 
     def manager_like(self) -> MixedPrecisionManager:
         """A manager with the same policy and scale, of one process, that keeps no record."""
-        changes = {"record": None, "replicas": Replicas(), "on_nonfinite": "skip"}
+        changes = {"record": None, "replicas": 1, "on_nonfinite": "skip"}
         twin = MixedPrecisionManager(**self.manager._settings | changes)
         twin.load_state_dict(self.manager.scaler.full_state())
         return twin

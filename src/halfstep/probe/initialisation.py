@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfstep.probe.verdicts import Row, not_judged, some
+from halfstep.probe.checklist import Row, not_judged, some
 from halfstep.probe.whole import mapped
 
 LIMIT = 65504.0  # FP16 ends here,

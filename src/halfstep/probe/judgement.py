@@ -18,7 +18,7 @@ from halfstep.probe.flight import MOST, Flight
 from halfstep.probe.rehearsal import Rehearsal
 from halfstep.probe.same_update import SameUpdate
 from halfstep.probe.trial import TOLERANCES, norm
-from halfstep.probe.verdicts import Row, failed, not_judged, size, some
+from halfstep.probe.checklist import Row, failed, not_judged, size, some
 
 
 def rows(flight: Flight, big: Any) -> list[Row]:

@@ -15,7 +15,7 @@ from halfstep.probe import judgement, ranks
 from halfstep.probe.examples import fingerprints
 from halfstep.probe.flight import Flight
 from halfstep.probe.trial import unchanged
-from halfstep.probe.verdicts import Preflight, Rank, Row
+from halfstep.probe.checklist import Preflight, Rank, Row
 
 
 def preflight(

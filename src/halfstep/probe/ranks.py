@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from halfstep.probe.verdicts import Rank, Row
+from halfstep.probe.checklist import Rank, Row
 
 
 @dataclass(frozen=True)
