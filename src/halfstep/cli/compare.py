@@ -15,7 +15,8 @@ class Compare:
     description = """\
 Runs a script twice, each time in a process of its own and under the watch of `halfstep run`: as it is, then in FP32
 (autocast, scalers and casts to half undone; same seeds, same data), and says whether precision is to blame for what
-came of it, where the two part, and in which layer.
+came of it, where the two part, and in which layer. Where FP32 ends better, a third run decides whether that is more
+than chance: FP32 with random errors as large as rounding's in every gradient.
 
   halfstep compare --updates 200 train.py             the first 200 attempted updates of each
   halfstep compare train.py --epochs 3                options after the script are the script's
@@ -25,11 +26,11 @@ came of it, where the two part, and in which layer.
   halfstep compare --json both.json --html both.html train.py
 
 What the script prints goes to files (--keep DIR keeps them), never among the report, which goes to stdout; progress to
-stderr. Both runs write what the script writes: the second over the first, unless the script asks the environment
-variable HALFSTEP_COMPARE, which says "own" or "fp32".
+stderr. Every run writes what the script writes, the later over the earlier, unless the script asks the environment
+variable HALFSTEP_COMPARE, which says "own", "fp32" or "jittered".
 
 exit status: 0 precision is not to blame; 3 it is; 4 it cannot be said; 2 for a wrong use; 130 after Ctrl-C, which ends
-both runs and compares what was reached."""
+all runs and compares what was reached."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.usage = "halfstep compare [options] [--] SCRIPT [ARGS…]   (or -m MODULE, -c CODE)"
@@ -52,16 +53,19 @@ both runs and compares what was reached."""
         parser.add_argument("--keep", metavar="DIR", type=Path, help="keep what both runs printed and told")
         parser.add_argument("--json", metavar="FILE", type=Path, help="write the comparison as JSON")
         parser.add_argument("--html", metavar="FILE", type=Path, help="write the comparison as one HTML file")
-        # One of the two runs.
+        parser.add_argument("--twice", action="store_true", help="never a third run, even where it would decide")
+        # One of the runs.
         parser.add_argument("--side", help=argparse.SUPPRESS)
         parser.add_argument("--told", type=Path, help=argparse.SUPPRESS)
+        parser.add_argument("--jitter", type=float, default=0.0, help=argparse.SUPPRESS)
 
     def run(self, args: argparse.Namespace) -> int:
         if args.side:
             launch.settle(args.target)
             from halfstep.probe.side import Side
 
-            return launch.launch(args.target, Side(args.side, args.told, seed=args.seed, updates=args.updates))
+            side = Side(args.side, args.told, seed=args.seed, updates=args.updates, jitter=args.jitter)
+            return launch.launch(args.target, side)
         from halfstep.cli.comparing import compare
 
         return compare(args)

@@ -16,9 +16,11 @@ from halfstep.cli import ranks
 from halfstep.cli.watched import write
 from halfstep.errors import PolicyError
 from halfstep.launch import Target
+from halfstep.probe.criterion import Criterion
 from halfstep.probe.pair import Account, Process, read, wait
-from halfstep.probe.side import SIDES
-from halfstep.probe.verdict import Criterion, judge
+from halfstep.probe.parting import TOLERANCES
+from halfstep.probe.side import SIDES, TOLD
+from halfstep.probe.verdict import judge
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -63,14 +65,21 @@ def _compare(args: argparse.Namespace, criterion: Criterion, folder: Path) -> in
     from halfstep.report.comparison import show_comparison
     from halfstep.report.document import dump
 
+    for side in SIDES:
+        for old in (folder / side).glob("*"):  # of an earlier comparison kept there
+            old.unlink()
     stopped = None
     try:
-        with _signals():
-            _run(args, criterion, folder)
+        with _signals(), _progress(args.updates) as told:
+            _run(args, folder, told)
+            comparison = judge(criterion, *_told(folder, criterion, 2))
+            if comparison.open and not args.twice:
+                size, updates = TOLERANCES[comparison.dtype], len(comparison.own.points)
+                third = Process(SIDES[2], folder / SIDES[2], args.target, seed=args.seed, updates=updates, jitter=size)
+                wait([third], lambda: told([third]))
     except Stopped as stop:
         stopped = stop.number
-    own, fp32 = (read(side, folder / side, criterion.metric) for side in SIDES)
-    comparison = judge(criterion, own, fp32)
+    comparison = judge(criterion, *_told(folder, criterion, 3))
     status = STATUS[comparison.blame] if stopped is None else 128 + stopped
     doc = document(comparison, " ".join([args.target.value, *args.target.argv]), status)
     if args.json is not None:
@@ -83,37 +92,39 @@ def _compare(args: argparse.Namespace, criterion: Criterion, folder: Path) -> in
         write(args.html, comparison_page(doc))
     if stopped is not None:
         name = signal.Signals(stopped).name
-        print(f"halfstep compare: {name}: both runs have ended; what was reached is compared", file=sys.stderr)
+        print(f"halfstep compare: {name}: all runs have ended; what was reached is compared", file=sys.stderr)
     show_comparison(doc, Console(file=sys.stdout, width=None if sys.stdout.isatty() else _WIDTH))
     return status
 
 
-def _run(args: argparse.Namespace, criterion: Criterion, folder: Path) -> None:
-    for side in SIDES:
-        for old in (folder / side).glob("*"):  # of an earlier comparison kept there
-            old.unlink()
-    with _progress(args.updates) as told:
+def _told(folder: Path, criterion: Criterion, most: int) -> list[Account]:
+    sides = [side for side in SIDES[:most] if side != SIDES[2] or (folder / side / TOLD).exists()]
+    return [read(side, folder / side, criterion.metric) for side in sides]
 
-        def begin(side: str, updates: int | None) -> Process:
-            return Process(side, folder / side, args.target, seed=args.seed, updates=updates)
 
-        if args.together:
-            both: list[Process] = []
-            try:
-                both.extend(begin(side, args.updates) for side in SIDES)
-            except BaseException:
-                for process in both:
-                    process.end()
-                raise
-            wait(both, lambda: told(both))
-            return
-        first = begin("own", args.updates)
-        wait([first], lambda: told([first]))
-        own = read("own", folder / "own")
-        if not own.points:
-            return  # wrong arguments, say: a second run would tell no more
-        second = begin("fp32", _limit(own, args.updates))
-        wait([second], lambda: told([first, second]))
+def _run(args: argparse.Namespace, folder: Path, told: Callable[[list[Process]], None]) -> None:
+    """The two runs, one after the other or at once."""
+
+    def begin(side: str, updates: int | None) -> Process:
+        return Process(side, folder / side, args.target, seed=args.seed, updates=updates)
+
+    if args.together:
+        both: list[Process] = []
+        try:
+            both.extend(begin(side, args.updates) for side in SIDES[:2])
+        except BaseException:
+            for process in both:
+                process.end()
+            raise
+        wait(both, lambda: told(both))
+        return
+    first = begin("own", args.updates)
+    wait([first], lambda: told([first]))
+    own = read("own", folder / "own")
+    if not own.points:
+        return  # wrong arguments, say: a second run would tell no more
+    second = begin("fp32", _limit(own, args.updates))
+    wait([second], lambda: told([first, second]))
 
 
 def _limit(own: Account, updates: int | None) -> int | None:
@@ -163,7 +174,7 @@ class _Bars:
     def __call__(self, processes: list[Process]) -> None:
         for process in processes:
             if process.side not in self._tasks:
-                name = "as it is" if process.side == "own" else "in FP32 "
+                name = {"own": "as it is", "fp32": "in FP32"}.get(process.side, "in FP32, jittered")
                 total = self._updates
                 if total is None and len(processes) > 1 and processes[0].is_over():
                     total = processes[0].reached() or None

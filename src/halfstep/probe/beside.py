@@ -9,7 +9,7 @@ from typing import Any
 
 from halfstep.events import SCHEMA
 from halfstep.probe.pair import Account, Point, tail
-from halfstep.probe.parting import MEASURE, LayerBeside, Pair, beside
+from halfstep.probe.parting import MEASURE, MEASURED, LayerBeside, Pair, beside
 from halfstep.probe.verdict import Comparison
 
 _ROWS = 2000  # updates in the document
@@ -43,7 +43,7 @@ def document(comparison: Comparison, command: str, status: int) -> dict[str, Any
             ),
         },
         "precision": comparison.dtype,
-        "measure": MEASURE,
+        "measure": MEASURE if comparison.jittered is None else MEASURED,
         "parted": None
         if parted is None
         else {name: getattr(parted, name) for name in ("update", "micro", "what", "layer", "own", "fp32", "allowed")},
@@ -52,7 +52,11 @@ def document(comparison: Comparison, command: str, status: int) -> dict[str, Any
             "data_until": comparison.same.data,
             "random_until": comparison.same.random,
         },
-        "runs": {"own": _run(comparison.own), "fp32": _run(comparison.fp32)},
+        "runs": {
+            "own": _run(comparison.own),
+            "fp32": _run(comparison.fp32),
+            **({} if comparison.jittered is None else {"jittered": _run(comparison.jittered)}),
+        },
         "compared": len(comparison.matched),
         "updates": [_pair(pair) for pair in _some(comparison.matched, comparison)],
         "layers": [_layer(layer) for layers in _moments(comparison) for layer in layers[:_LAYERS]],

@@ -1,4 +1,4 @@
-"""The two processes of a comparison: begun, awaited, ended; what they told, read back. Needs no torch."""
+"""The processes of a comparison: begun, awaited, ended; what they told, read back. Needs no torch."""
 
 from __future__ import annotations
 
@@ -84,13 +84,16 @@ class Account:
 class Process:
     """One run, in a process group of its own: a Ctrl-C reaches it only through `end`."""
 
-    def __init__(self, side: str, folder: Path, target: Target, *, seed: int, updates: int | None) -> None:
+    def __init__(
+        self, side: str, folder: Path, target: Target, *, seed: int, updates: int | None, jitter: float = 0.0
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.side = side
         self.folder = folder
         self.output = folder / "output.txt"
         limit = [] if updates is None else ["--updates", str(updates)]
         words = ["compare", "--side", side, "--told", str(folder.resolve()), "--seed", str(seed), *limit]
+        words += ["--jitter", repr(jitter)] if jitter else []
         words += ["--", target.value] if target.kind == "script" else [f"-{target.kind[0]}", target.value]
         python = [sys.executable, *subprocess._args_from_interpreter_flags()]  # type: ignore[attr-defined]
         # Sets and dictionaries of strings in one order in both; else all is the caller's, threads included.

@@ -6,7 +6,8 @@ many losses. Over k updates such errors add up like a random walk, so τ·√k i
 growth of rounding errors: Wilkinson, Rounding Errors in Algebraic Processes, 1963; Higham, Accuracy and Stability of
 Numerical Algorithms, 2002, section 2.8): of the FP32 loss (at least a tenth of the first), or of a layer's gradient
 norm (at least a tenth of all layers' together). Training that is itself unstable multiplies any rounding error without
-such a bound: then FP32 alone shows it, which is what the verdict asks.
+such a bound. Where it matters, a third run therefore measures it: FP32 with random errors of τ in every gradient; the
+furthest that it has been from FP32 so far, three times, is then what rounding explains of the loss.
 """
 
 from __future__ import annotations
@@ -20,6 +21,12 @@ from halfstep.probe.pair import Account, Point
 
 TOLERANCES: Mapping[str, float] = {"float16": 5e-3, "bfloat16": 3e-2, "float32": 1e-5}
 MEASURE = "τ·√k of the loss, or of a layer's gradient norm, at update k; τ is 5e-3 in FP16, 3e-2 in BF16 (law 7)"
+MEASURED = (
+    "of the loss, three times as far as FP32 went from itself with random errors of τ in every gradient, at least τ; "
+    "of a layer's gradient norm τ·√k at update k; τ is 5e-3 in FP16, 3e-2 in BF16 (law 7)"
+)
+SURE = 3.0
+"""How many times further than by random errors of the same size a run must be for these not to explain it."""
 _FLOOR = 0.1
 _AHEAD = 5  # updates, this one among them, of which the usual one must be apart too: a spike is no parting
 _SAME = 1e-2  # of its norm, that the projection of floating-point data may differ by: inputs cast to BF16
@@ -97,23 +104,37 @@ def _alike(one: tuple[float, float, float], other: tuple[float, float, float]) -
     return one[0] == other[0] and (near or unknown)
 
 
-def parting(matched: Sequence[Pair], dtype: str) -> Parting | None:
-    """The first update at which the losses or a layer's gradient are apart beyond what rounding explains."""
-    found = [p for p in (_of_loss(matched, dtype), _of_layers(matched, dtype)) if p is not None]
+def parting(matched: Sequence[Pair], dtype: str, jittered: Sequence[Pair] = ()) -> Parting | None:
+    """The first update at which the losses or a layer's gradient are apart beyond what rounding explains.
+
+    ``jittered``: the updates of a run with random errors and of FP32.
+    """
+    found = [p for p in (_of_loss(matched, dtype, jittered), _of_layers(matched, dtype)) if p is not None]
     return min(found, key=lambda p: p.micro, default=None)
 
 
-def _of_loss(matched: Sequence[Pair], dtype: str) -> Parting | None:
+def _of_loss(matched: Sequence[Pair], dtype: str, jittered: Sequence[Pair]) -> Parting | None:
     seen = [(a, b) for a, b in matched if a.loss is not None and b.loss is not None]
-    ratios: list[float] = []
-    for number, (own, fp32) in enumerate(seen, 1):
-        ratios.append(_excess(own.loss or 0.0, fp32.loss or 0.0, _loss_scale(seen, fp32), dtype, number))
+    explained = _explained(seen, dtype, jittered)
+    ratios = [_ratio(own.loss or 0.0, fp32.loss or 0.0, e) for (own, fp32), e in zip(seen, explained, strict=True)]
     for at, (own, fp32) in enumerate(seen):
-        ahead = ratios[at : at + _AHEAD]
-        if ratios[at] > 1.0 and median(ahead) > 1.0:
-            allowed = TOLERANCES[dtype] * math.sqrt(at + 1) * _loss_scale(seen, fp32)
-            return Parting(own.attempted, own.micro, "loss", own.loss or 0.0, fp32.loss or 0.0, allowed)
+        if ratios[at] > 1.0 and median(ratios[at : at + _AHEAD]) > 1.0:
+            return Parting(own.attempted, own.micro, "loss", own.loss or 0.0, fp32.loss or 0.0, explained[at])
     return None
+
+
+def _explained(seen: Sequence[Pair], dtype: str, jittered: Sequence[Pair]) -> list[float]:
+    """How far apart rounding may bring the losses, update by update."""
+    sizes = [TOLERANCES[dtype] * _loss_scale(seen, fp32) for _, fp32 in seen]
+    if not jittered:
+        return [size * math.sqrt(number) for number, size in enumerate(sizes, 1)]
+    went = {(b.optimizer, b.micro): abs((a.loss or 0.0) - (b.loss or 0.0)) for a, b in jittered}
+    furthest, out = 0.0, []
+    for (_, fp32), size in zip(seen, sizes, strict=True):
+        apart = went.get((fp32.optimizer, fp32.micro), 0.0)
+        furthest = max(furthest, apart if math.isfinite(apart) else math.inf)
+        out.append(max(size, SURE * furthest))
+    return out
 
 
 def _loss_scale(seen: Sequence[Pair], fp32: Point) -> float:
@@ -121,23 +142,23 @@ def _loss_scale(seen: Sequence[Pair], fp32: Point) -> float:
     return max(abs(fp32.loss or 0.0), _FLOOR * first if math.isfinite(first) else 0.0, 1e-30)
 
 
-def _excess(own: float, fp32: float, size: float, dtype: str, number: int) -> float:
+def _ratio(own: float, fp32: float, explained: float) -> float:
     """Their distance by what rounding explains; 0 where neither is finite."""
     if not math.isfinite(own) or not math.isfinite(fp32):
         return math.inf if math.isfinite(own) != math.isfinite(fp32) else 0.0
-    return abs(own - fp32) / (TOLERANCES[dtype] * math.sqrt(number) * size)
+    return abs(own - fp32) / explained
 
 
 def beside(matched: Sequence[Pair], dtype: str) -> Iterator[list[LayerBeside]]:
     """For each sampled update, its layers, those furthest apart first."""
     for number, (own, fp32) in enumerate(matched, 1):
         finite = [n for n in fp32.layers.values() if math.isfinite(n)]
-        total = math.hypot(*finite)
+        total, explained = math.hypot(*finite), TOLERANCES[dtype] * math.sqrt(number)
         layers = []
         for name in own.layers.keys() & fp32.layers.keys():
             a, b = own.layers[name], fp32.layers[name]
             size = max(b if math.isfinite(b) else 0.0, _FLOOR * total, 1e-30)
-            layers.append(LayerBeside(own.attempted, name, a, b, _excess(a, b, size, dtype, number)))
+            layers.append(LayerBeside(own.attempted, name, a, b, _ratio(a, b, explained * size)))
         if layers:
             yield sorted(layers, key=lambda layer: (-layer.excess, layer.layer))
 

@@ -17,8 +17,8 @@ from halfstep import launch
 if TYPE_CHECKING:
     from halfstep.watch.session import Session
 
-SIDES = ("own", "fp32")
-"""The script as it is; the script in FP32."""
+SIDES = ("own", "fp32", "jittered")
+"""The script as it is; in FP32; in FP32 with random errors as large as rounding's in every gradient."""
 TOLD, REACHED = "told.jsonl", "reached"
 _WHOLE = 4096  # updates told one by one; of later ones every 2^k-th, so that a long run stays readable
 
@@ -56,13 +56,17 @@ class Teller:
 
 
 class Side:
-    """Hooks of one run (see `halfstep.launch.Hooks`). ``updates``: attempted ones after which it ends (None: all)."""
+    """Hooks of one run (see `halfstep.launch.Hooks`). ``updates``: attempted ones after which it ends (None: all).
 
-    def __init__(self, side: str, folder: Path, *, seed: int, updates: int | None) -> None:
+    ``jitter``: size of the random errors, by the norm of a gradient.
+    """
+
+    def __init__(self, side: str, folder: Path, *, seed: int, updates: int | None, jitter: float = 0.0) -> None:
         self._side = side
         self._teller = Teller(folder)
         self._seed = seed
         self._updates = updates
+        self._jitter = jitter
         self._session: Session | None = None
         self._undone: Mapping[str, int] = {}
         self._began = time.monotonic()
@@ -82,11 +86,15 @@ class Side:
         from halfstep.probe.traced import Traced
 
         torch.manual_seed(self._seed)
-        if self._side == "fp32":
+        if self._side != "own":
             from halfstep.probe.fp32 import undo
 
             self._undone = undo().counts
         self._session = Traced(self._teller, self._updates).start()
+        if self._jitter:
+            from halfstep.probe.jitter import jitter
+
+            jitter(self._jitter, self._seed)
 
     def raised(self, exc: BaseException) -> None:
         if self._session is not None:

@@ -13,6 +13,7 @@ from halfstep.launch import Enough
 from halfstep.probe.side import is_told
 from halfstep.record.columns import Columns
 from halfstep.record.history import History, Row
+from halfstep.watch.beside import Beside
 from halfstep.watch.session import Session
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class Traced(Session):
                 several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
                 for one in several:
                     if isinstance(one, torch.optim.Optimizer):
+                        for sight in self.sights:
+                            if isinstance(sight, Beside):
+                                sight.passed_over(one)
                         ident = self.ledger.ident(one)
                         self.stream.emit(Attempt, at=self.place(), optimizer=ident, outcome="skipped")
                 self._attempts += 1

@@ -74,7 +74,7 @@ def lines(doc: Mapping[str, Any]) -> list[str]:
 
 
 def name_of(side: str) -> str:
-    return "as it is" if side == "own" else "in FP32"
+    return {"own": "as it is", "fp32": "in FP32"}.get(side, "in FP32, jittered")
 
 
 def _ran(run: Mapping[str, Any]) -> str:

@@ -92,6 +92,12 @@ class Beside:
         self._measure(getattr(optimizer, "grad_scale", None))
         self._tell(optimizer)
 
+    def passed_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """An attempt was skipped by somebody who asked neither the optimizer nor a scaler."""
+        self._fresh = False
+        self._norms.clear()
+        self._tell(optimizer)
+
     def _measure(self, divisor: Any = None) -> None:
         """Take the norms of all gradients as the last backward has left them."""
         if not self._fresh:
