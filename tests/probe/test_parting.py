@@ -1,0 +1,264 @@
+"""Two runs judged from what they told: hand-made runs whose verdict is known."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from halfstep.probe.criterion import Criterion
+from halfstep.probe.pair import Account, Point, numbers, read
+from halfstep.probe.parting import TOLERANCES, pairs, parting, sameness
+from halfstep.probe.side import Teller, is_told
+from halfstep.probe.verdict import judge
+
+FALLING = [2.0 * 0.95**k + 0.1 for k in range(60)]
+
+
+def run(side, losses, *, halves=("float16",), outcomes=None, layers=None, data=None, random=None, start=1.0, **more):
+    """A run of one backward an update."""
+    points, applied = [], 0
+    for k, loss in enumerate(losses):
+        outcome = (outcomes or {}).get(k, "applied")
+        applied += outcome == "applied"
+        points.append(
+            Point(
+                optimizer=1,
+                micro=k + 1,
+                attempted=k + 1,
+                applied=applied,
+                outcome=outcome,
+                loss=loss,
+                norm=1.0,
+                lr=0.1,
+                layers=layers(k) if layers is not None else {},
+                data=data(k) if data is not None else (float(k), 0.5, 1.0),
+                random=k if random is None else random(k),
+                weights={"a": start} if k == 0 else {},
+            )
+        )
+    account = Account(side, points, halves=list(halves) if side == "own" else [], end={"code": 0})
+    for name, value in more.items():
+        setattr(account, name, value)
+    return account
+
+
+def verdict(own, fp32, jittered=None, **criterion):
+    return judge(Criterion(**criterion), own, fp32, jittered)
+
+
+# -- who is to blame -----------------------------------------------------------------------------------------------
+
+
+def test_the_same_within_rounding_is_not_precision():
+    own = run("own", [loss * (1 + 1e-3 * (-1) ** k) for k, loss in enumerate(FALLING)])
+    found = verdict(own, run("fp32", FALLING))
+    assert (found.blame, found.parted, found.open) == ("not precision", None, False)
+
+
+def test_a_loss_that_stays_is_precision_once_chance_is_excluded():
+    stuck = [max(loss, 1.0) for loss in FALLING]
+    own, fp32 = run("own", stuck), run("fp32", FALLING)
+    first = verdict(own, fp32)
+    assert (first.blame, first.open) == ("precision", True)
+    near = run("jittered", [loss * 1.001 for loss in FALLING])
+    found = verdict(own, fp32, near)
+    assert (found.blame, found.open) == ("precision", False)
+    assert "not chance" in found.words
+    # The first update whose loss is further from FP32's than three times what random errors did, at least τ.
+    allowed = [max(5e-3 * max(b, 0.1 * FALLING[0]), 3 * max(1e-3 * x for x in FALLING[: k + 1]))
+               for k, b in enumerate(FALLING)]  # fmt: skip
+    by_hand = next(k for k, (a, b) in enumerate(zip(stuck, FALLING, strict=True)) if abs(a - b) > allowed[k]) + 1
+    assert found.parted is not None
+    assert (found.parted.update, found.parted.what) == (by_hand, "loss")
+    assert math.isclose(found.parted.allowed, allowed[by_hand - 1])
+
+
+def test_apart_only_as_far_as_chance_goes_cannot_be_said():
+    own, fp32 = run("own", [max(loss, 1.0) for loss in FALLING]), run("fp32", FALLING)
+    found = verdict(own, fp32, run("jittered", [max(loss, 0.9) for loss in FALLING]))
+    assert found.blame == "unknown"
+    assert "by chance" in found.words
+
+
+def test_small_drift_is_left_to_the_third_run():
+    """Within τ·√k all the way, yet a tenth apart at the end: weights in BF16 that lose small updates."""
+    own = run("own", [loss + 0.3 * k / 60 for k, loss in enumerate(FALLING)], halves=("bfloat16",))
+    fp32 = run("fp32", [2.0 + loss for loss in FALLING])
+    own.points = [Point(**{**{f: getattr(p, f) for f in Point.__slots__}, "loss": p.loss + 2.0}) for p in own.points]
+    found = verdict(own, fp32)
+    assert (found.blame, found.parted, found.open) == ("unknown", None, True)
+    found = verdict(own, fp32, run("jittered", [2.0 + loss for loss in FALLING]))
+    assert found.blame == "precision"
+
+
+@pytest.mark.parametrize("end", [math.nan, math.inf, 50.0])
+def test_fp32_that_fails_too_acquits_precision(end):
+    up = [2.0, 2.1, 3.0, 8.0, *[end] * 20]
+    found = verdict(run("own", [2.0, 2.1, *[math.inf] * 22]), run("fp32", up))
+    assert found.blame == "not precision"
+    assert "learning rate" in found.words
+    assert "from update 4 on" in found.words
+
+
+def test_a_noisy_loss_that_does_not_fall_has_not_failed():
+    noisy = [2.0, *[2.0 + 0.5 * (-1) ** k for k in range(30)], 2.5]
+    found = verdict(run("own", noisy), run("fp32", noisy))
+    assert found.blame == "not precision"
+    assert "fails" not in found.words
+
+
+def test_fp32_that_ends_worse_acquits_precision():
+    found = verdict(run("own", FALLING), run("fp32", [max(loss, 1.0) for loss in FALLING]))
+    assert found.blame == "not precision"
+    assert "no better" in found.words
+
+
+def test_a_scale_that_settles_is_not_to_blame():
+    skipped = dict.fromkeys(range(6), "skipped")
+    behind = [FALLING[max(0, k - 6)] for k in range(60)]
+    found = verdict(run("own", behind, outcomes=skipped), run("fp32", FALLING))
+    assert found.blame == "not precision"
+    assert "6 updates behind" in found.words
+    short = verdict(run("own", behind[:12], outcomes=skipped), run("fp32", FALLING[:12]))
+    assert short.blame == "unknown"
+    assert "compare more updates" in short.words
+
+
+def test_skips_that_never_end_are_not_settling():
+    own = run("own", [FALLING[0]] * 60, outcomes=dict.fromkeys(range(60), "skipped"))
+    found = verdict(own, run("fp32", FALLING), run("jittered", FALLING))
+    assert found.blame == "precision"
+    assert any("60 of 60" in note for note in found.notes)
+
+
+def test_an_exception_that_fp32_goes_past_is_precision():
+    own = run("own", FALLING[:12], raised={"type": "FloatingPointError", "message": "nan", "at": "train.py:9"})
+    found = verdict(own, run("fp32", FALLING[:22]))
+    assert found.blame == "precision"
+    assert "FloatingPointError at train.py:9" in found.words
+    assert verdict(own, run("fp32", FALLING[:12])).blame == "unknown"
+
+
+# -- when nothing can be said --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "fp32", "said"),
+    [
+        ({}, {"data": lambda k: (k + 1.0, 0.5, 1.0)}, "from the first update on"),
+        ({}, {"data": lambda k: (float(k), 0.55, 1.0)}, "from the first update on"),
+        ({}, {"data": lambda k: (float(k), 0.5 + (k > 4), 1.0)}, "from update 6 on"),
+        ({}, {"start": 1.001}, "other parameters"),
+        ({"losses": []}, {"losses": []}, "no update was seen"),
+        ({}, {"losses": []}, "was not reached"),
+        ({"losses": [None] * 5}, {}, "no loss was seen"),
+        ({}, {"losses": FALLING[:3], "raised": {"type": "E", "message": "m", "at": "x:1"}}, "after 3 updates by E: m"),
+    ],
+)
+def test_what_makes_runs_incomparable_is_named(own, fp32, said):
+    own, fp32 = {"losses": FALLING, **own}, {"losses": FALLING, **fp32}
+    found = verdict(run("own", own.pop("losses"), **own), run("fp32", fp32.pop("losses"), **fp32))
+    assert found.blame == "unknown"
+    assert said in found.words
+
+
+def test_inputs_cast_to_half_are_the_same_data():
+    found = verdict(run("own", FALLING, data=lambda k: (0.0, 0.503, 1.0)), run("fp32", FALLING, data=lambda k: (0.0, 0.5, 1.0)))  # fmt: skip  # noqa: E501
+    assert found.same.data is None
+
+
+def test_other_random_numbers_are_named_where_they_matter():
+    own = run("own", [max(loss, 1.0) for loss in FALLING], random=lambda k: -k)
+    found = verdict(own, run("fp32", FALLING))
+    assert found.blame == "unknown"
+    assert "other random numbers" in found.words
+    assert verdict(run("own", FALLING, random=lambda k: -k), run("fp32", FALLING)).blame == "not precision"
+
+
+def test_a_script_in_fp32_has_no_precision_to_blame():
+    assert verdict(run("own", FALLING, halves=()), run("fp32", FALLING)).blame == "not precision"
+
+
+# -- the criterion -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "share", "blame"), [(0.05, False, "not precision"), (0.03, False, "precision"), (0.05, True, "not precision"), (0.04, True, "precision")]  # fmt: skip  # noqa: E501
+)
+def test_a_number_of_the_script_is_judged_by_the_tolerance_given(tolerance, share, blame):
+    own = run("own", [max(loss, 1.0) for loss in FALLING], metrics={"accuracy": [0.5, 0.91]})
+    fp32 = run("fp32", FALLING, metrics={"accuracy": [0.5, 0.95]})
+    assert verdict(own, fp32, metric="accuracy", tolerance=tolerance, share=share).blame == blame
+
+
+def test_a_number_that_was_not_found_is_asked_for():
+    found = verdict(run("own", FALLING), run("fp32", FALLING, metrics={"accuracy": [0.9]}), metric="accuracy")
+    assert found.blame == "unknown"
+    assert 'no number "accuracy" was found as it is' in found.words
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("epoch 3 acc: 0.91 val_acc: 0.5\nacc=92%", [0.91, 0.92]),
+        ('{"acc": 1.5e-3, "x": 2}', [0.0015]),
+        ("ACC nan, acc inf, acc -2", [math.nan, math.inf, -2.0]),
+        ("accuracy: 0.9 my.acc: 0.1", []),
+        ("acc .5", [0.5]),
+    ],
+)
+def test_numbers_of_an_output(text, found):
+    assert numbers("acc", text) == pytest.approx(found, nan_ok=True)
+
+
+# -- where they part -----------------------------------------------------------------------------------------------
+
+
+def test_the_layer_whose_gradient_vanishes_is_named_first():
+    own = run("own", FALLING, layers=lambda k: {"in": 0.0 if k >= 3 else 1.0, "out": 2.0})
+    fp32 = run("fp32", FALLING, layers=lambda k: {"in": 1.0, "out": 2.0 + 1e-4})
+    found = parting(pairs(own, fp32), "float16")
+    assert found is not None
+    assert (found.update, found.what, found.layer, found.own, found.fp32) == (4, "layer", "in", 0.0, 1.0)
+    assert math.isclose(found.allowed, TOLERANCES["float16"] * math.sqrt(4))
+
+
+def test_one_spike_is_no_parting():
+    spiked = [loss * (2.0 if k == 10 else 1.0) for k, loss in enumerate(FALLING)]
+    assert parting(pairs(run("own", spiked), run("fp32", FALLING)), "float16") is None
+
+
+def test_updates_are_matched_by_the_data_they_used():
+    """A script that passes over two micro-batches in half precision makes its next update of the same later data."""
+    own, fp32 = run("own", FALLING), run("fp32", FALLING)
+    own.points = [p for p in own.points if p.micro not in (5, 6)]
+    assert [(a.micro, b.micro) for a, b in pairs(own, fp32)] == [(k, k) for k in range(1, 61) if k not in (5, 6)]
+    assert sameness(pairs(own, fp32)).data is None
+
+
+# -- what is written down ------------------------------------------------------------------------------------------
+
+
+def test_what_a_killed_run_told_is_read_as_far_as_it_came(tmp_path: Path):
+    teller = Teller(tmp_path)
+    for point in run("own", [2.0, math.nan]).points:
+        teller.tell("update", **{name: getattr(point, name) for name in Point.__slots__})
+    teller.tell("metric", name="acc", value=0.5, attempts=2)
+    teller.flush()
+    with open(tmp_path / "told.jsonl", "a") as file:
+        file.write('{"kind": "upd')
+    (tmp_path / "output.txt").write_text("other: 3")
+    account = read("own", tmp_path, "other")
+    assert [p.micro for p in account.points] == [1, 2]
+    assert math.isnan(account.points[1].loss or 0.0)
+    assert account.metrics == {"acc": [0.5], "other": [3.0]}
+    assert account.end is None
+
+
+def test_a_long_run_is_told_ever_more_seldom():
+    told = [n for n in range(1, 200_000) if is_told(n)]
+    assert told[:4096] == list(range(1, 4097))
+    assert len(told) < 4096 * 7
+    assert max(b - a for a, b in zip(told, told[1:], strict=False)) <= 32
