@@ -45,7 +45,13 @@ _WAITING = frozenset({"scaler-update-mid-group", "scaler-update-between-optimize
 
 CONSEQUENCES: dict[str, frozenset[str]] = {
     "unscale-mid-group": frozenset(
-        {"scaler-update-mid-group", "clip-mid-group", "scaler-update-missing", "scaled-gradients-read"}
+        {
+            "scaler-update-mid-group",
+            "clip-mid-group",
+            "clip-scaled-gradients",  # of what was added after it
+            "scaler-update-missing",
+            "scaled-gradients-read",
+        }
     ),
     "clip-scaled-gradients": frozenset({"clip-mid-group", "scaled-gradients-read"}),
     "closure-optimizer-with-scaler": _BY_CLOSURE | {*_SPREADS, *_NONFINITE},
@@ -132,7 +138,7 @@ def fold(findings: list[Finding]) -> list[Finding]:
     if any(f.rule == "poisoned-running-statistics" for f in findings):
         findings = _batch_or_statistics(findings)
     present = {f.rule for f in findings}
-    if any(f.rule == "loss-scale-collapse" and f.evidence.get("grew") for f in findings):
+    if any(f.rule in _SPREADS and f.evidence.get("grew") for f in findings):
         present -= _GROWTH  # what overflows when values grow is a consequence
         findings = [f for f in findings if f.rule not in _GROWTH]
     elif "loss-scale-collapse" in present:

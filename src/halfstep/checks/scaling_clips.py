@@ -71,8 +71,12 @@ class ClipAfterUpdate(BaseCheck):
         self._last: int | None = None  # the optimizer that was stepped last
         self._unclipped: dict[int, bool] = {}  # optimizer -> its last attempt used gradients that nobody clipped
         self._seen: dict[tuple[str, int], list[Finding]] = {}
+        self._norms: dict[int, float | None] = {}  # optimizer -> the norm its last attempt received
+        self._factors: dict[tuple[str, int], tuple[float, float]] = {}  # place -> the last factor, and its limit
 
     def see(self, event: Event, story: Story) -> Iterable[Finding]:
+        if isinstance(event, GradientsEdited):
+            event = self._as_clip(event) or event
         if not isinstance(event, Clipped) or not math.isfinite(event.limit):
             return
         idents = list(event.optimizers) or ([self._last] if self._last is not None else [])
@@ -103,6 +107,19 @@ class ClipAfterUpdate(BaseCheck):
             yield finding
             seen.append(finding)
 
+    def _as_clip(self, event: GradientsEdited) -> Clipped | None:
+        """Factors that differ and bring the norms of the last attempts down to one limit: clipping by hand."""
+        norm = next((self._norms.get(ident) for ident in event.optimizers), None)
+        factor, at = event.factor, event.at
+        if norm is None or at is None or factor is None or not 0 < factor < 1:
+            return None
+        limit, key = factor * norm, (at.file, at.line)
+        before = self._factors.get(key)
+        self._factors[key] = (factor, limit)
+        if before is None or abs(before[1] / limit - 1) > 0.01 or abs(before[0] / factor - 1) < 0.01:
+            return None
+        return Clipped(at=at, kind="norm", limit=limit, norm=norm, optimizers=event.optimizers, by_hand=True)
+
     @staticmethod
     def _idle(optimizer: OptimizerStory) -> bool:
         """Nothing waits in its gradients, neither by backward nor put there by hand."""
@@ -114,6 +131,7 @@ class ClipAfterUpdate(BaseCheck):
 
     def updated(self, update: Update, story: Story) -> Iterable[Finding]:
         self._last = update.optimizer
+        self._norms[update.optimizer] = update.attempt.norm
         first = min((c.seq for c in update.live), default=0)
         clipped = any(isinstance(e, Clipped) and e.seq > first for e in update.between)
         self._unclipped[update.optimizer] = bool(update.live) and not clipped

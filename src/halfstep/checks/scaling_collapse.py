@@ -19,6 +19,7 @@ _OFTEN = 3  # skips among the recent attempts
 _WILD = 8  # skips at a scale far below one that updates were applied at
 _FAR = 8.0
 _GREW = 10.0  # times the first value
+_DIVERGED = 1e3  # times the weights' first norm: no single operator is at fault
 _FOLLOWED = 2.0  # times the weights' first norm, where the loss grew too
 
 
@@ -29,6 +30,7 @@ class NonfiniteUpdateApplied(BaseCheck):
 
     def __init__(self) -> None:
         self._finite: dict[int, float] = {}  # optimizer -> the parameters' last finite norm
+        self._first: dict[int, float] = {}
         self._told: set[int] = set()
 
     def updated(self, update: Update, story: Story) -> Iterable[Finding]:
@@ -37,12 +39,16 @@ class NonfiniteUpdateApplied(BaseCheck):
             return
         if math.isfinite(attempt.weights):
             self._finite[ident] = attempt.weights
+            self._first.setdefault(ident, attempt.weights)
             return
         self._told.add(ident)
         if not update.applied or (ident not in self._finite and update.number > 1):
             return
         before = self._finite.get(ident)
         was = f" (their norm was {before:.3g})" if before is not None else ""
+        grew = before / self._first[ident] if before and self._first.get(ident) else 1.0
+        if grew >= _DIVERGED:
+            was = f" (their norm had grown from {self._first[ident]:.3g} to {before:.3g}: too high a learning rate)"
         cause = {
             True: "its gradients were not finite",
             False: "its gradients were finite, the optimizer's own arithmetic was not",
@@ -54,7 +60,8 @@ class NonfiniteUpdateApplied(BaseCheck):
             at=attempt.at,
             update=update.number,
             message=f"update {update.number} wrote non-finite values into parameters{was}: {cause}",
-            evidence={"gradient_norm": attempt.norm, "weights_before": before, "lr": attempt.lr, "via": attempt.via},
+            evidence={"gradient_norm": attempt.norm, "weights_before": before, "lr": attempt.lr, "via": attempt.via}
+            | ({"grew": grew} if grew >= _DIVERGED else {}),
             fix="if torch.isfinite(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)): optimizer.step()",
         )
 
