@@ -17,6 +17,7 @@ from halfstep.events import (
     Finding,
     GradientsCleared,
     HalfUpdate,
+    ModuleCalled,
     OptimizerMade,
     ParametersChanged,
     Place,
@@ -44,6 +45,7 @@ class RefusedByScaler(BaseCheck):
         self._clearings: dict[tuple[int, Place | None], int] = {}
         self._stepped: dict[int, Attempt] = {}
         self._reached: set[int] = set()  # optimizers that some backward reached
+        self._called: set[int] = set()  # optimizers that own parameters of a model whose forward ran for training
 
     def see(self, event: Event, story: Story) -> Iterable[Finding]:
         match event:
@@ -51,6 +53,8 @@ class RefusedByScaler(BaseCheck):
                 self._made[event.optimizer] = event
             case Contribution():
                 self._reached.update(event.optimizers)
+            case ModuleCalled() if event.grad_enabled and event.training:
+                self._called.update(event.optimizers)
             case GradientsCleared():
                 for ident in event.optimizers:
                     if story.optimizer(ident).live:
@@ -158,15 +162,20 @@ class RefusedByScaler(BaseCheck):
                 cleared.at if cleared is not None else None,
             )
         never = ident not in self._reached
+        detached = never and ident in self._called
         owns = f"its {made.parameters} parameter tensors" if made is not None else "its parameters"
         return self.finding(
             "scaler-sees-no-gradients",
             event,
-            f"no backward reached {owns}: the optimizer holds stale, replaced or detached parameters"
+            f"no backward reached {owns}, though a forward used them: what it gave was detached, or not in the loss"
+            if detached
+            else f"no backward reached {owns}: the optimizer holds stale or replaced parameters"
             if never
             else f"no gradient reached {owns} since its last update",
-            "build the optimizer from the parameters of the model that is trained, after the model is complete",
-            made.at if never and made is not None else None,
+            "leave out detach(), .data and no_grad() between the model and the loss"
+            if detached
+            else "build the optimizer from the parameters of the model that is trained, after the model is complete",
+            made.at if never and made is not None and not detached else None,
         )
 
     def nothing_to_update(self, event: Refused, story: Story) -> Finding | None:
