@@ -180,6 +180,52 @@ def test_lost_gradients_are_counted_where_they_are_lost() -> None:
     assert mended.module("middle").lost == 0.0
 
 
+class Vanishing(nn.Module):
+    """Gradients fall by a factor of a hundred and more a layer: the last one's norm hides what the first ones lose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * 1e-2 + x.detach()
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def test_layers_that_lose_their_gradients_are_named_though_the_whole_agrees() -> None:
+    model, batch = Vanishing(), examples()
+    found = halfstep.compare(model, loss_of, batch, precision="fp16", loss_scale=1.0)
+    assert found.gradient is not None
+    assert found.gradient.error < found.tolerance
+    assert found.to_blame
+    assert found.suspect == found.starved[0] == "layers.0"
+    assert "most in layers.0" in found.verdict
+    assert found.fit is not None
+    mended = halfstep.compare(model, loss_of, batch, precision="fp16", loss_scale=found.fit.scale)
+    assert mended.to_blame is False
+    assert found.cure().line == f"MixedPrecisionManager(init_scale=2.0**{round(math.log2(found.fit.scale))})"
+
+
+def test_a_gradient_that_is_nothing_but_noise_is_not_missed() -> None:
+    """What is added to every element alike before a normalisation has no gradient, but for FP32's rounding."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inside, self.shift, self.head = nn.Linear(6, 16), nn.Linear(6, 1), nn.Linear(16, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(F.layer_norm(self.inside(x).float() + self.shift(x), (16,)))  # type: ignore[no-any-return]
+
+    found = halfstep.compare(Shifted(), loss_of, examples(), precision="fp16", loss_scale=1.0)
+    assert (found.module("shift").lost_norm or 0.0) > found.tolerance
+    assert "shift" not in found.starved
+
+
 def test_what_fp32_cannot_do_either_is_not_blamed_on_precision() -> None:
     def broken(model: nn.Module, batch: Batch) -> Tensor:
         return loss_of(model, batch) * torch.log(torch.zeros(()))

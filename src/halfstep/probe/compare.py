@@ -19,6 +19,8 @@ from halfstep.probe.overflow import Look
 from halfstep.probe.passes import Pass, Passes
 from halfstep.watch.ranges import HALF
 
+_OTHER = 3.0  # no power of two, so that every rounding is another one
+_REAL = 0.1
 _ROUNDINGS = 32  # what a thousand independent roundings of full size add up to: √1000
 
 
@@ -83,8 +85,11 @@ def measure(
     first, overflow, underflow = half, look.overflow, look.underflow
     while half.spoiled and math.isfinite(half.loss) and half.scale > 1.0 and not reference.spoiled:
         scale = half.scale / 2
-        if overflow is not None and overflow.by_scale_alone and overflow.exact and overflow.limit:
-            scale = min(scale, 2.0 ** math.floor(math.log2(overflow.limit * half.scale / overflow.exact)))
+        peak = max((m.gradient_exponents.peak for m in beside.modules.values()), default=0.0)
+        if overflow is not None and overflow.by_scale_alone and overflow.exact:
+            peak = max(peak, overflow.exact / half.scale)
+        if peak > 0 and half.dtype in HALF:  # below that, what is inside the modules may still be larger
+            scale = min(scale, 2.0 ** math.floor(math.log2(torch.finfo(half.dtype).max / peak)))
         look, beside, half = _looked(passes, region, max(1.0, scale), full)
         overflow = overflow or look.overflow
         underflow = look.underflow
@@ -107,6 +112,7 @@ def measure(
         parted=_first(modules, beside.modules, "output", limit),
         gradient_parted=_first(modules, beside.modules, "gradient", limit),
         modules=tuple(ranked),
+        starved=_starved(passes, full, modules, limit),
         fit=_fit(modules, reference, dtype, half, look.peak) if name == "fp16" or dtype is torch.float16 else None,
         underflow=None if underflow is None or not underflow[0] else (underflow[1], underflow[0]),
         notes=_notes(half, modules),
@@ -180,6 +186,24 @@ def _first(modules: list[ModuleComparison], seen: dict[str, Seen], what: str, li
         # A gradient reaches a container's output and that of its last module at once: name the module inside.
         apart.sort(key=lambda m: (seen[m.name].arrived or 0, -m.name.count(".")))
     return apart[0].name if apart else None
+
+
+def _starved(passes: Passes, full: Full, modules: list[ModuleComparison], limit: float) -> tuple[str, ...]:
+    """The modules that lose more of their gradient's norm to zero than rounding explains, most first.
+
+    Some gradients are zero but for rounding (a bias before a normalisation): FP16 loses them whole, and nothing is
+    lost. They are known by another pass in FP32 whose loss is multiplied by 3: what is real comes out the same.
+    """
+    lost = sorted((m for m in modules if (m.lost_norm or 0.0) > limit), key=lambda m: -(m.lost_norm or 0.0))
+    if not lost:
+        return ()
+    again, apart = Full(), {m.name: Sums() for m in lost}
+    passes.full(again, scale=_OTHER)
+    for key, gradient in full.gradients.items():
+        if key[0] in apart and key in again.gradients:
+            apart[key[0]].add(again.gradients[key] / _OTHER, gradient)
+    differences = {name: sums.difference() for name, sums in apart.items()}
+    return tuple(m.name for m in lost if (d := differences[m.name]) is not None and d.error < _REAL)
 
 
 def _fit(modules: list[ModuleComparison], reference: Pass, dtype: torch.dtype, half: Pass, peak: float) -> Fit | None:

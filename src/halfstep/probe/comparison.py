@@ -79,6 +79,9 @@ class Comparison:
     parted: str | None
     gradient_parted: str | None
     modules: tuple[ModuleComparison, ...]
+    starved: tuple[str, ...]
+    """Modules that lose more of their gradient's norm to zero than ``tolerance``, most first; not those whose FP32
+    gradient is itself nothing but rounding."""
     fit: Fit | None
     underflow: tuple[str, float] | None
     """The operator that lost the largest share of its gradient elements to zero, and the share (FP16)."""
@@ -97,8 +100,8 @@ class Comparison:
         if not math.isfinite(self.full_loss) or self.full_spoiled:
             return False
         if not self.finite and math.isfinite(self.loss) and self.scale < self.asked_scale and self._agrees:
-            return None
-        return not self.finite or not self._agrees
+            return True if self.starved else None
+        return not self.finite or not self._agrees or bool(self.starved)
 
     @property
     def _agrees(self) -> bool:
@@ -109,14 +112,20 @@ class Comparison:
         """In words."""
         name, tolerance = self.precision.upper(), percent(self.tolerance)
         apart = "nothing to compare" if self.gradient is None else f"{percent(self.gradient.error)} apart"
-        if self.to_blame is False and self.finite:
-            return f"precision is not to blame: the gradients are {apart}, rounding explains {tolerance}"
+        if not math.isfinite(self.full_loss) or self.full_spoiled:
+            return f"precision is not to blame: FP32 gives {_spoilt(self.full_loss, self.full_spoiled)}"
         if self.to_blame is False:
-            return f"precision is not to blame: FP32 gives {_spoilt(self.full_loss, self.full_spoiled)} too"
+            return f"precision is not to blame: the gradients are {apart}, rounding explains {tolerance}"
         if self.to_blame is None:
             return (
                 f"only the loss scale is: gradients overflow at {power(self.asked_scale)}, and are finite and {apart} "
                 f"at {power(self.scale)}"
+            )
+        if self._agrees and self.starved:
+            worst = self.module(self.starved[0])
+            return (
+                f"precision is to blame: {len(self.starved)} modules lose up to {percent(worst.lost_norm)} of their "
+                f"gradient's norm to zero, most in {worst.name or 'the model itself'}"
             )
         if not self.finite:
             return f"precision is to blame: {name} gives {_spoilt(self.loss, self.spoiled)}, FP32 is finite"
@@ -127,10 +136,10 @@ class Comparison:
         """The module to look at first: where it overflowed, parted, or lost most; None where that is outside of all."""
         if self.overflow is not None and not self.overflow.by_scale_alone:
             return self.overflow.module
-        if self.parted is not None or self.gradient_parted is not None:
-            return self.parted if self.parted is not None else self.gradient_parted
-        lossy = [m for m in self.modules if m.lost]
-        return max(lossy, key=lambda m: m.lost or 0.0).name if lossy else None
+        if self.parted is not None:
+            return self.parted
+        inside = [name for name in self.starved if name]
+        return inside[0] if inside else self.gradient_parted
 
     def module(self, name: str) -> ModuleComparison:
         """The comparison of the module of this name. Raises :class:`~halfstep.errors.PolicyError`."""
@@ -174,7 +183,7 @@ class Comparison:
             for name in ("precision", "device", "loss", "full_loss", "scale", "asked_scale", "tolerance", "finite")
         }
         fields |= {name: getattr(self, name) for name in ("to_blame", "verdict", "parted", "gradient_parted")}
-        fields |= {name: list(getattr(self, name)) for name in ("spoiled", "full_spoiled", "notes")}
+        fields |= {name: list(getattr(self, name)) for name in ("spoiled", "full_spoiled", "starved", "notes")}
         fields["gradient"] = None if self.gradient is None else asdict(self.gradient)
         fields["overflow"] = None if self.overflow is None else self.overflow.as_dict()
         fields["fit"] = None if self.fit is None else asdict(self.fit)

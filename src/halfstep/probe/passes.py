@@ -65,13 +65,13 @@ class Passes:
         with self._alone(), _no_autocast() if off else contextlib.nullcontext():
             return self._run(region, scale, sights, self.batch if batch is None else batch)
 
-    def full(self, *sights: Sight, batch: Any = None) -> Pass:
+    def full(self, *sights: Sight, batch: Any = None, scale: float = 1.0) -> Pass:
         """A pass in FP32: no autocast, half parameters and inputs widened, no TF32."""
         whole = self.batch if batch is None else batch
         with self._alone(), _no_autocast(), _no_tf32():
             _widen(self.model)
             try:
-                return self._run(contextlib.nullcontext(), 1.0, sights, mapped(whole, widened))
+                return self._run(contextlib.nullcontext(), scale, sights, mapped(whole, widened))
             except RuntimeError as error:
                 error.add_note("halfstep ran this in FP32, with autocast off: casts to half written by hand stay")
                 raise

@@ -26,7 +26,7 @@ def shown(found: Comparison) -> str:
         lines.append(f"gradient   {percent(apart.error) + alike if alike else 'not finite'}")
     if found.overflow is not None:
         lines.append(f"overflow   {found.overflow}")
-    if found.parted is not None or found.gradient_parted is not None:
+    if found.to_blame and (found.parted is not None or found.gradient_parted is not None):
         lines.append(
             f"parts at   {_named(found.parted)} (outputs, first to exceed {percent(found.tolerance)}), "
             f"{_named(found.gradient_parted)} (gradients)"
