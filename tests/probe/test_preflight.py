@@ -153,6 +153,48 @@ def test_what_it_promises_is_what_the_run_does() -> None:
     assert result["finite"].numbers["skipped"] == 0
 
 
+def test_compiled_and_sparse_models_pass() -> None:
+    compiled = torch.compile(network(), backend="eager")
+    result = fly(compiled, precision="bf16", weight=live)
+    assert verdicts(result) == {}, str(result)
+    assert result["parameters"].numbers["largest_in"] in ("0.weight", "2.weight")
+
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.EmbeddingBag(20, 8, sparse=True), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.words(x))  # type: ignore[no-any-return]
+
+    model = Bag()
+    batches = [(torch.arange(k, k + 10).view(2, 5), torch.tensor([0, 1])) for k in range(3)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    result = MixedPrecisionManager(precision="bf16", max_norm=0.1).preflight(
+        model, optimizer, lambda m, b: F.cross_entropy(m(b[0]).float(), b[1]), batches
+    )
+    assert verdicts(result) == {}, str(result)
+    assert result["update"].numbers["clip_coefficient"] < 1.0
+
+
+def test_an_update_that_moves_nothing() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda update: update / 10)
+    row = MixedPrecisionManager(False).preflight(model, optimizer, mean_loss, ragged(4), scheduler=warm)["update"]
+    assert row.verdict == "pass"
+    assert "warms up from 0" in row.seen
+    half = network().bfloat16()
+    row = MixedPrecisionManager(precision="bf16").preflight(
+        half,
+        torch.optim.SGD(half.parameters(), lr=1e-7),
+        lambda m, b: mean_loss(m, {**b, "x": b["x"].bfloat16()}),
+        ragged(4),
+    )["update"]
+    assert row.verdict == "fail"
+    assert "rounds away" in row.fix
+
+
 # --- nothing changes ---
 
 
@@ -383,7 +425,8 @@ def test_parameters_outside_the_half_range() -> None:
     assert "0.weight (100%)" in row.seen
     result = fly(scaled(float("nan")))
     assert result["parameters"].seen == "not finite: 0.weight"
-    assert {"gradient", "finite", "parameters"} <= {row.check for row in result.failures}
+    assert {"finite", "parameters"} <= {row.check for row in result.failures}
+    assert result["gradient"].verdict == "not judged"
 
 
 def test_non_finite_inputs_are_no_fault_of_half_precision() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -13,10 +14,10 @@ from halfstep.engine.binding import modules_of, plain_name
 from halfstep.engine.manager import MixedPrecisionManager
 from halfstep.errors import HalfstepError, MisuseError, NonFiniteError, PolicyError, UnsupportedError
 from halfstep.probe import initialisation
+from halfstep.probe.checklist import Row, failed, not_judged
 from halfstep.probe.rehearsal import Rehearsal, Rehearsing
 from halfstep.probe.same_update import SameUpdate, measured
 from halfstep.probe.trial import Trial, unchanged
-from halfstep.probe.checklist import Row, failed, not_judged
 from halfstep.probe.whole import joined
 
 MOST = 64  # micro-batches that are taken
@@ -132,28 +133,46 @@ class Flight:
             shares = [w / sum(counted) for w in counted]
         else:
             shares = [1.0 / len(self.group)] * len(self.group)
-        scale = self.scale
-
-        def scaled(module: Any, batch: Any) -> Tensor:
-            loss = self._loss(module, batch)
-            return loss if scale == 1.0 or not isinstance(loss, Tensor) else loss * scale
-
+        found = self.found
+        lost = bool(found.nonfinite) or any(w and not math.isfinite(loss) for loss, w in found.weighed())
         try:
             whole = joined(self.group) if big is None else big
-            trial = Trial(self.module, scaled, self.group, whole, shares)
-            self.same_update, accumulated = measured(trial, tolerance)
+            scale, (self.same_update, accumulated) = self._measured(whole, shares, tolerance)
         except PolicyError as error:
             self.problem = not_judged("gradient", error.seen, error.fix)
         except NonFiniteError as error:
-            self.problem = Row("gradient", "fail", error.seen.replace("the loss of", "the scaled loss of"), error.fix)
+            why = error.seen.replace("the loss of", "the scaled loss of")
+            told = not_judged("gradient", f"{why} (see finite)")
+            self.problem = told if lost else Row("gradient", "fail", why, error.fix)
         except HalfstepError as error:
             self.problem = failed("gradient", error)
         except torch.OutOfMemoryError:
             why = "the big batch does not fit into memory"
             self.problem = not_judged("gradient", why, "fewer, or smaller, micro-batches for the preflight")
         else:
-            total = sum(counted) if self.reduction == "sum" and counted else 1.0
-            self.accumulated = {name: gradient / (scale * total) for name, gradient in accumulated.items()}
+            total = scale * (sum(counted) if self.reduction == "sum" and counted else 1.0)
+            self.accumulated = {
+                plain_name(name, self.module): gradient / total for name, gradient in accumulated.items()
+            }
+
+    def _measured(
+        self, whole: Any, shares: list[float], tolerance: float | None
+    ) -> tuple[float, tuple[SameUpdate, dict[str, Tensor]]]:
+        """At the scale that fitted the group, or below it: the big batch's sums are larger than its parts'."""
+        lower = self.scale
+
+        def scaled(module: Any, batch: Any) -> Tensor:
+            loss = self._loss(module, batch)
+            return loss if lower == 1.0 or not isinstance(loss, Tensor) else loss * lower
+
+        trial = Trial(self.module, scaled, self.group, whole, shares)
+        while True:
+            try:
+                return lower, measured(trial, tolerance)
+            except NonFiniteError:
+                if lower < 2.0 or lower < self.scale / 512:
+                    raise
+                lower /= 16
 
     def _declared(self) -> list[float] | None:
         """The weights of the first group, where the engine refused them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -74,8 +75,9 @@ def look(module: nn.Module, loss: Callable[[], Tensor]) -> list[Layer]:
 
 def _eager() -> contextlib.AbstractContextManager[Any]:
     """Compiled modules run as written, so that their parts are seen."""
-    stance = getattr(torch.compiler, "set_stance", None)
-    made: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if stance is None else stance("force_eager")
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and loading the compiler takes seconds
+        return contextlib.nullcontext()
+    made: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return made
 
 

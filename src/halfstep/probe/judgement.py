@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from halfstep.engine.group import examples_of
 from halfstep.errors import NonFiniteError, WeightError
 from halfstep.probe import initialisation
+from halfstep.probe.checklist import Row, failed, not_judged, size, some
 from halfstep.probe.difference import Cause
 from halfstep.probe.examples import fingerprints, nonfinite, repeated, same
 from halfstep.probe.flight import MOST, Flight
 from halfstep.probe.rehearsal import Rehearsal
 from halfstep.probe.same_update import SameUpdate
 from halfstep.probe.trial import TOLERANCES, norm
-from halfstep.probe.checklist import Row, failed, not_judged, size, some
 
 
 def rows(flight: Flight, big: Any) -> list[Row]:
@@ -138,7 +138,7 @@ def _update(flight: Flight) -> Row:
     if update.clip_coefficient != 1.0:
         seen += f", clipped to {twin.max_norm:g}"
     if accumulated and same_update is not None:
-        difference = {name: found.gradients[name].double() - g.double() for name, g in accumulated.items()}
+        difference = {name: _dense(found.gradients[name]) - g.double() for name, g in accumulated.items()}
         scale = sum(same_update.contribution_norms) / (same_update.big_norm or 1.0) * norm(accumulated)
         off = norm(difference) / max(scale, norm(accumulated)) if norm(accumulated) else norm(difference)
         numbers["engine_gradient_apart"] = off
@@ -163,16 +163,23 @@ def _update(flight: Flight) -> Row:
             "an optimizer that looks at more than its gradients; please report it",
             numbers,
         )
+    if found.moved == 0.0 and any(update.lrs):
+        return Row(
+            "update",
+            "fail",
+            f"{seen}: nothing, with a learning rate of {max(update.lrs):g}",
+            "gradients that are not zero, and parameters in FP32: an update of 1/256 of a BF16 weight rounds away",
+            numbers,
+        )
+    if found.moved == 0.0:
+        seen += " (its learning rate is 0, as where a schedule warms up from 0)"
     return Row("update", "pass", f"{seen}, as torch's clip_grad_norm_ and the optimizer do", "", numbers)
 
 
 def _finite(flight: Flight) -> Row:
     twin, found, scale = flight.twin, flight.found, flight.scale
     numbers: dict[str, Any] = {"losses": found.losses, "skipped": found.skipped, "loss_scale": scale}
-    weights = found.weights or [1.0] * len(found.losses)
-    lost = [
-        k + 1 for k, (loss, w) in enumerate(zip(found.losses, weights, strict=False)) if w and not math.isfinite(loss)
-    ]
+    lost = [k + 1 for k, (loss, w) in enumerate(found.weighed()) if w and not math.isfinite(loss)]
     half = twin.precision.name
     given = nonfinite(flight.group) if lost or found.nonfinite or found.refused is not None else []
     inputs = f"; micro-batch {_listed([k + 1 for k in given])} is given with non-finite values" if given else ""
@@ -186,7 +193,11 @@ def _finite(flight: Flight) -> Row:
         )  # fmt: skip
     if found.nonfinite or isinstance(found.refused, NonFiniteError):
         seen = f"gradients are not finite in {some(found.nonfinite)} ({len(found.nonfinite)} of {len(flight.names)} "
-        seen += f"parameters), at every loss scale down to {scale:g}" if twin.scaler.is_enabled() else "parameters)"
+        seen += "parameters)"
+        if twin.scaler.is_enabled():
+            how = "at every loss scale down to" if twin.scaler.dynamic else "at the fixed loss scale of"
+            seen += f", {how} {scale:g}"
+            cure = cure if twin.scaler.dynamic else f"a lower init_scale, or dynamic=True; {cure}"
         if half != "fp16":
             cure = "look at the inputs, and at logarithms, roots and divisions in the loss"
         return Row("finite", "fail", f"{seen}{inputs}", cure, numbers)
@@ -296,6 +307,10 @@ def _gradient(found: SameUpdate | None) -> Row:
         "gradient", "note" if only_draws else "fail", f"{seen}{limit}{reasons}",
         "; ".join(cause.fix for cause in causes), numbers,
     )  # fmt: skip
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return (gradient.to_dense() if gradient.is_sparse else gradient).double()
 
 
 def _refused(found: Rehearsal) -> str:

@@ -67,6 +67,10 @@ class Rehearsal:
     """Why not the optimizers themselves were copied; a plain one stood in."""
     kinds: str = ""
 
+    def weighed(self) -> list[tuple[float, float]]:
+        """(loss, weight) of the first group's micro-batches."""
+        return list(zip(self.losses, self.weights or [1.0] * len(self.losses), strict=True))
+
 
 class Rehearsing:
     """Makes a :class:`Rehearsal`. ``loss`` computes a micro-batch's loss, autocast included."""
@@ -134,7 +138,7 @@ class Rehearsing:
                 break
             if any(not torch.equal(p, old) for p, old in zip(self.parameters, before, strict=True)):
                 found.faults.append("a skipped update changed parameters")
-            lost = any(not math.isfinite(loss) for loss, w in self._weighed(found.losses) if w != 0.0)
+            lost = any(not math.isfinite(loss) for loss, w in found.weighed() if w != 0.0)
             if lost or not twin.scaler.is_enabled() or not twin.scaler.dynamic or found.skipped + 1 >= _TRIES:
                 return
             found.skipped += 1
@@ -142,7 +146,7 @@ class Rehearsing:
             return
         weight, micro = update.weight, divisor
         scale = update.scale * (weight / micro[1] if micro[0] == "along" and weight else 1.0)
-        found.gradients = {self.names[id(p)]: torch.zeros_like(p) if g is None else (g / scale) for p, g in raw.items()}
+        found.gradients = {self.names[id(p)]: torch.zeros_like(p) if g is None else g / scale for p, g in raw.items()}
         absent = {id(p) for p, g in raw.items() if g is None}
         found.zero = [self.names[id(p)] for p, g in raw.items() if g is None or not bool(_values(g).any())]
         found.state_bytes = sum(_bytes_of_state(optimizer) for optimizer in self.optimizers)
@@ -155,7 +159,7 @@ class Rehearsing:
             unit = twin.scheduler_unit
             due = {"applied": sum(u.applied for u in found.updates), "attempted": len(found.updates), "calls": 0}[unit]
             found.schedule = (_position(self.scheduler) - position, due)
-        if found.zero:
+        if found.zero and any(not torch.equal(p, old) for p, old in zip(self.parameters, before, strict=True)):
             self._look_again(start)
 
     def _contribute(self, group: Group[Any], before: list[Tensor] | None) -> list[float]:
@@ -181,9 +185,6 @@ class Rehearsing:
         known = [c.weights for c in pending]
         self.found.weights = None if None in known else [float(w[0]) for w in known if w is not None]
 
-    def _weighed(self, losses: list[float]) -> list[tuple[float, float]]:
-        return list(zip(losses, self.found.weights or [1.0] * len(losses), strict=True))
-
     def _divisor(self) -> tuple[str, float]:
         """(mode, ref) of what is pending: see :class:`halfstep.engine.ledger.Ledger`."""
         ledger = self.twin._ledger
@@ -204,11 +205,11 @@ class Rehearsing:
         had = [p for p in self.parameters if p.grad is not None]
         try:
             if twin.max_norm is not None and had:
-                torch.nn.utils.clip_grad_norm_(had, twin.max_norm)
+                _clip(had, twin.max_norm)
             for optimizer in self.plain:
                 optimizer.step()
         except Exception as error:  # whatever an optimizer or sparse gradients raise
-            found.stand_in = f"plain torch could not follow: {error}"
+            found.stand_in = f"plain torch could not follow: {str(error).splitlines()[0][:200]}"
         else:
             moved = apart = size = 0.0
             for parameter, new, old in zip(self.parameters, after, before, strict=True):
@@ -277,6 +278,18 @@ class Rehearsing:
             self.found.stand_in = f"the optimizer could not be copied: {error}"
             return [torch.optim.SGD(self.parameters, lr=1e-4)], None
         return copies, moved
+
+
+def _clip(parameters: Sequence[Tensor], limit: float) -> None:
+    """``clip_grad_norm_``, which knows no sparse gradients."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not any(gradient.is_sparse for gradient in gradients):
+        torch.nn.utils.clip_grad_norm_(parameters, limit)
+        return
+    norm = torch.stack([_values(gradient).norm() for gradient in gradients]).norm()
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
 def _values(gradient: Tensor) -> Tensor:
