@@ -48,6 +48,10 @@ class ScaleFloorError(NonFiniteError):
     """The loss scale touched its floor again and again: lowering it further cannot help."""
 
 
+class ReplicaLostError(HalfstepError, RuntimeError):
+    """Another rank has ended, or did not come within the process group's timeout."""
+
+
 class UpdateDiffersError(HalfstepError, AssertionError):
     """An accumulated gradient that is not the big batch's, or an update that is not the one it is held against."""
 

@@ -6,6 +6,7 @@ sharded dimensions): gathering over each gives the rows of all.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfstep.errors import UnsupportedError
+from halfstep.errors import HalfstepError, ReplicaLostError, UnsupportedError
 
 BUCKET = 25 << 20  # bytes of gradients exchanged at once, as DistributedDataParallel does
 Link = Any  # a ProcessGroup; its class is absent where torch was built without distributed
@@ -57,6 +58,28 @@ def gather(row: Sequence[int], links: Sequence[Link]) -> list[list[int]]:
         dist.all_gather(out, own, group=link)
         rows = torch.cat(out).cpu()
     return rows.tolist()
+
+
+_LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out", re.IGNORECASE)
+
+
+def lost(error: BaseException, what: str) -> ReplicaLostError | None:
+    """What an exception of a collective says of the other ranks; None where it is of another kind.
+
+    Gloo raises plain RuntimeErrors: its words have to do. ``what``: what was being exchanged.
+    """
+    if isinstance(error, HalfstepError) or not isinstance(error, RuntimeError):
+        return None
+    if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
+        return None
+    first = str(error).strip().splitlines()[0]
+    return ReplicaLostError(
+        f"rank {rank()} of {world()} was left alone while {what} were exchanged: another rank has ended, or did not "
+        f"come within the process group's timeout ({first})",
+        "the cause stands in the output of the rank that ended first; the journal holds every update before this one. "
+        "Start all ranks again from the last checkpoint (torchrun does with --max-restarts); if a rank is only slow, "
+        "init_process_group(timeout=…)",
+    )
 
 
 def bits(value: float) -> int:

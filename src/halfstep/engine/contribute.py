@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -271,17 +272,19 @@ class Contributor:
         roots = [losses[i] for i in live]
         averaging = 1 if mode == "plain" else self.replicas.averaging
         seeds = [self.seed(losses[i], factors[i] * averaging) for i in live]
+        answered = nullcontext() if self.replicas.local else self.replicas.answered("gradients")
         try:
-            if buffered:
-                assert sight is not None
-                leaves = (
-                    sight.leaves if only is None else [leaf for leaf in sight.leaves if any(leaf is o for o in only)]
-                )
-                self.buffers.backward(
-                    roots, seeds, live, leaves, only, retain_graph=retain_graph, create_graph=create_graph
-                )
-            else:
-                torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=only)
+            with answered:
+                if buffered:
+                    assert sight is not None
+                    leaves = sight.leaves
+                    if only is not None:
+                        leaves = [leaf for leaf in leaves if any(leaf is other for other in only)]
+                    self.buffers.backward(
+                        roots, seeds, live, leaves, only, retain_graph=retain_graph, create_graph=create_graph
+                    )
+                else:
+                    torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=only)
         except BaseException:
             for weighing in weighings:
                 weighing.remove()

@@ -117,6 +117,7 @@ class MixedPrecisionManager(Records):
             on_nonfinite=on_nonfinite,
             monitor=self.monitor,
         )
+        self.replicas.settle = self._updater.settle
         self._updater.host = self._contributor.host = self.precision.device_type == "cpu"
         self._device: torch.device | None = None
         self._islands: list[Islands] = []

@@ -23,7 +23,8 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,6 +51,8 @@ class Replicas:
         self.scale: float | None = None
         """The reference of weights that are counted along, once it is agreed upon."""
         self.policy = 0
+        self.settle: Callable[[], None] = lambda: None
+        """Bring the books up to date: called before a lost rank is told."""
         self._alone = type(declared) is int
         self._declared = declared_link(None if self._alone else declared)
         self._links: tuple[Link, ...] = ()
@@ -117,7 +120,8 @@ class Replicas:
 
     def open(self, share: Share) -> Opening:
         require_terms(share.weights or ())
-        return open_group(share, self._links)
+        with self.answered("the counts of a group"):
+            return open_group(share, self._links)
 
     def share(self, **facts: Any) -> Share:
         return Share(rank=collectives.rank(), policy=self.policy, **facts)
@@ -172,7 +176,7 @@ class Replicas:
     def reference(self, first: float, micro_batches: int) -> float:
         """What W is about: a power of two near it, agreed upon once. A collective then; ``first`` 0: not known here."""
         if self.scale is None:
-            rows = collectives.gather([collectives.bits(first * micro_batches)], self._links)
+            rows = self.gather([collectives.bits(first * micro_batches)])
             most = max(collectives.number(row[0]) for row in rows)
             if most > 0.0:
                 self.scale = 2.0 ** round(math.log2(most * self.degree))
@@ -182,16 +186,17 @@ class Replicas:
         self, mode: str, contributions: int, weights: Sequence[float] | None, *, empty: bool, apart: bool, guessed: bool
     ) -> Closing:
         """W over all replicas; ``apart``: gradients were gathered outside backward."""
-        return close_group(
-            collectives.rank(),
-            mode,
-            contributions,
-            weights,
-            empty=empty,
-            local=apart or not self.exchanged,
-            guessed=guessed,
-            links=self._links,
-        )
+        with self.answered("the counts of an update"):
+            return close_group(
+                collectives.rank(),
+                mode,
+                contributions,
+                weights,
+                empty=empty,
+                local=apart or not self.exchanged,
+                guessed=guessed,
+                links=self._links,
+            )
 
     @property
     def exchanged(self) -> bool:
@@ -200,10 +205,25 @@ class Replicas:
         return bool(wrappers) and all(wrapper.exchanged for wrapper in wrappers)
 
     def average(self, parameters: Sequence[Tensor]) -> None:
-        collectives.average(parameters, self._links, self.averaging)
+        with self.answered("gradients"):
+            collectives.average(parameters, self._links, self.averaging)
 
     def gather(self, row: Sequence[int]) -> list[list[int]]:
-        return collectives.gather(row, self._links)
+        with self.answered("counts"):
+            return collectives.gather(row, self._links)
+
+    @contextmanager
+    def answered(self, what: str) -> Iterator[None]:
+        """Other ranks have to take part in this: where one does not, say so. Every update before is in the journal."""
+        try:
+            yield
+        except RuntimeError as error:
+            lost = collectives.lost(error, what)
+            if lost is None:
+                raise
+            with suppress(Exception):
+                self.settle()
+            raise lost from error
 
     # --- the record ---
 

@@ -1,7 +1,7 @@
 """Processes for tests of many replicas: started once, told over pipes what to run, a new gloo group for each case.
 
-A case is a function of ``tests.engine.replicas.cases`` by name; every member of the group runs it with the same
-arguments. What each returns comes back in the order of ranks; an exception comes back as ``Failure``.
+A case is a function of ``tests.engine.replicas.cases`` by name, or "module:name"; every member of the group runs it
+with the same arguments. What each returns comes back in the order of ranks; an exception comes back as ``Failure``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PATIENCE = 60  # seconds a member waits for another
+PATIENCE = 20  # seconds a member waits for another
 CASES = "tests.engine.replicas.cases"
 
 
@@ -53,12 +53,13 @@ class Company:
         return results
 
     def attempt(self, case: str, world: int, **arguments: Any) -> list[Any]:
-        """Run a case on ``world`` ranks; failures are among the results."""
+        """Run a case on ``world`` ranks; failures are among the results, None where a member died."""
         assert world <= self.most
         while len(self._members) < world:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
+            theirs.close()
             self._members.append((process, ours))
         self._cases += 1
         meeting = str(Path(self._folder.name) / f"meeting-{self._cases}")
@@ -70,7 +71,10 @@ class Company:
             if not pipe.poll(PATIENCE * 2):
                 self.close()
                 raise AssertionError(f"rank {rank} of {case} hangs")
-            results.append(pipe.recv())
+            with contextlib.suppress(EOFError):
+                results.append(pipe.recv())
+                continue
+            results.append(None)  # it died
         return results
 
     def close(self) -> None:
@@ -95,7 +99,8 @@ def _serve(pipe: Connection) -> None:
                     world_size=world,
                     timeout=datetime.timedelta(seconds=PATIENCE),
                 )
-                result = getattr(importlib.import_module(CASES), case)(rank, world, **arguments)
+                module, _, name = case.rpartition(":")
+                result = getattr(importlib.import_module(module or CASES), name)(rank, world, **arguments)
             except BaseException as error:
                 result = Failure(type(error).__name__, str(error), traceback.format_exc())
             finally:
