@@ -39,11 +39,11 @@ class CheckpointsAgree(BaseCheck):
 
     def _changed(self, event: Recomputed) -> bool:
         apart = event.difference
-        if apart is None:
-            return False
         if event.by not in ("checkpoint", "reentrant") and not event.drew:
             return False  # a custom function may differentiate something else than its forward
-        return apart > (_DRAWN if _unkept(event) else _APART)
+        if event.changed:
+            return True
+        return apart is not None and apart > (_DRAWN if _unkept(event) else _APART)
 
     # -- findings ------------------------------------------------------------------------------------------------
 
@@ -96,17 +96,19 @@ class CheckpointsAgree(BaseCheck):
         else:
             why = "it holds what changes from call to call (a counter, a generator of another library)"
             fix = "keep state that changes out of the checkpointed function: pass it in"
+        if (event.difference or 0.0) > _DRAWN or not event.changed:
+            seen = f"what backward computed again differs from the first forward by {event.difference:.2g} of its size"
+        else:
+            seen = f"backward ran the forward again with other numbers (in {event.changed.strip('_')})"
         return Finding(
             rule="checkpoint-changes-randomness",
             severity="error" if event.drew else "warning",
             at=at,
-            message=(
-                f"what backward computed again differs from the first forward by {event.difference:.2g} of its size: "
-                f"{why}; the gradient belongs to another forward"
-            ),
+            message=f"{seen}: {why}; the gradient belongs to another forward",
             evidence={
                 "difference": event.difference,
                 "tensors": event.tensors,
+                "operator": event.changed or None,
                 "drew": list(event.drew),
                 "preserve_rng_state": event.preserves,
             },

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.story import Story
-from halfstep.events import Event, Finding, Raised
+from halfstep.events import AutocastEntered, Event, Finding, Raised
 
 _CONSTANT = re.compile(r"value cannot be converted to type (?:c10::|at::)?(Half|BFloat16) without overflow")
 _UNSAFE = re.compile(r"(\S+) (?:and \S+ )?are unsafe to autocast")
@@ -28,13 +28,19 @@ _OTHERS = (
     re.compile(r"(?P<op>\w+)\(\): self \(.*\) and source \(.*\) must have the same scalar type"),
     re.compile(r"(?P<op>scatter)\(\): Expected self\.dtype to be equal to src\.dtype"),
 )
+_PRIMITIVE = re.compile(r"could not create a primitive descriptor for the (.+?) primitive")
 _NAMES = {"Half": "float16", "BFloat16": "bfloat16", "ComplexHalf": "complex32"}
 
 
 class Unsupported(BaseCheck):
     rules = ("half-unsupported-operator", "half-constant-overflow", "saturated-half-probabilities")
 
+    def __init__(self) -> None:
+        self._half: str | None = None  # what computations were last cast to
+
     def see(self, event: Event, story: Story) -> Iterable[Finding]:
+        if isinstance(event, AutocastEntered):
+            self._half = event.dtype if event.enabled and event.dtype in ("float16", "bfloat16") else None
         if not isinstance(event, Raised):
             return
         constant = _CONSTANT.search(event.message)
@@ -49,6 +55,10 @@ class Unsupported(BaseCheck):
         if kernel is not None:
             if "foreach_non_finite" not in kernel.group(1):  # the scaler's: half-parameters-with-scaler
                 yield _unsupported(event, kernel.group(1), kernel.group(2))
+            return
+        primitive = _PRIMITIVE.search(event.message)
+        if primitive is not None and self._half is not None:
+            yield _unsupported(event, primitive.group(1), self._half)
             return
         for pattern in _OTHERS:
             found = pattern.search(event.message)

@@ -23,7 +23,8 @@ class NonFinite(Event):
     "masked" (``count`` of ``of`` rows of a softmax have nothing left); "constant" (the script's number ``constant`` is
     beyond the limit); "epsilon" (``constant`` rounded to zero); "probability" (a half-precision probability was exactly
     0 or 1); "reduction"; "nothing" (an empty sum divided by its own count). ``hint``: more of it in words.
-    ``in_optimizer``: it was made inside an optimizer's update.
+    ``in_optimizer``: it was made inside an optimizer's update. ``spoiled`` of the ``gradients`` that the backward gave
+    to parameters are not finite, where the loss was.
     """
 
     operator: str
@@ -45,6 +46,8 @@ class NonFinite(Event):
     absorbed: str | None = None
     share: float | None = None
     in_optimizer: bool = False
+    spoiled: int | None = None
+    gradients: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

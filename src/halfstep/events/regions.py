@@ -105,6 +105,7 @@ class Recomputed(Event):
     ``difference``: of the values computed again, relative to their size, the largest of ``tensors`` compared.
     ``drew``: what the first forward drew random numbers from ("default", "python", "numpy", "generator");
     ``drew_at``: where, for a generator of the script's own; ``preserves``: whether the default state is put back.
+    ``changed``: an operator that ran again with other numbers than before (looked at).
     """
 
     by: str
@@ -117,6 +118,7 @@ class Recomputed(Event):
     drew: tuple[str, ...] = ()
     drew_at: Place | None = None
     preserves: bool | None = None
+    changed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,14 +41,14 @@ MOVES = frozenset(
 )
 _REDUCTIONS = frozenset(
     (
-        *("sum", "mean", "nansum", "var", "std", "var_mean", "norm", "linalg_vector_norm", "cumsum"),
-        *("logsumexp", "prod", "mse_loss", "smooth_l1_loss", "huber_loss", "nll_loss_forward", "dot", "trace"),
-        *("logcumsumexp",),
+        *("sum", "mean", "nansum", "var", "std", "var_mean", "norm", "linalg_vector_norm", "cumsum", "logsumexp"),
+        *("dot", "trace", "logcumsumexp"),
     )
 )
 _LOGS = frozenset(("log", "log2", "log10", "log1p", "logit", "div", "reciprocal", "special_xlogy", "xlogy"))
 _WRITES = frozenset(("index_put_", "copy_", "fill_"))
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d*)?(?:e\+?\d+)?", re.IGNORECASE)
+_MASKS = frozenset(("log", "log2", "log10"))
 _NEAR = 6  # generations up in which the reason for a zero is looked for
 
 
@@ -99,14 +99,16 @@ class Culprit:
             ends = [o for o in map(self.provenance.of, roots) if o is not None]
             reached = "loss"
             bad = [o for o in ends if not o.finite]
+            counts = {}
             if not bad:
                 reached = "gradient"
-                leaves = (v.grad for v in self.provenance.received.values() if v.grad is not None)
-                origins = map(self.provenance.of, [*gradients, *leaves])
-                bad = [o for o in origins if o is not None and not o.finite]
+                leaves = {id(v.grad): v.grad for v in self.provenance.received.values() if v.grad is not None}
+                arrived = list(({id(g): g for g in gradients} | leaves).values())
+                bad = [o for o in map(self.provenance.of, arrived) if o is not None and not o.finite]
+                counts = {"spoiled": len(bad), "gradients": len(arrived)}
             if bad:
                 first = min(sources(bad), key=lambda o: o.number)
-                self._tell(first, reached, None if scale is None else float(scale))
+                self._tell(first, reached, None if scale is None else float(scale), **counts)
             else:
                 self._tell_silent(ends)
         finally:
@@ -175,7 +177,7 @@ class Culprit:
             return "nothing", origin.at, {}
         if origin.node is None and origin.path is None and not origin.grad and _is_fed(origin):
             return "input", facts.get("used_at", origin.at), {"hint": origin.name}
-        reduces = origin.name in _REDUCTIONS and origin.dtype in HALF and origin.node is None
+        reduces = (origin.name in _REDUCTIONS or "summed" in facts) and origin.dtype in HALF and origin.node is None
         if reduces and not origin.nan and _is_overflow(origin):
             return "reduction", origin.at, {}
         return "operator", origin.at, {}
@@ -269,10 +271,11 @@ def written_number(origin: Origin) -> float | None:
 
 
 def _is_meant(origin: Origin) -> bool:
-    """An infinity put there on purpose: a fill with -inf, a mask made elsewhere."""
+    """An infinity put there on purpose: a fill with -inf, a mask of 0 and -inf or the logarithm of one."""
     if origin.facts.get("meant") or math.isinf(origin.facts.get("filled", 0.0)):
         return True
-    return origin.name in ("leaf", "argument") and not origin.nan and origin.high <= 0.0
+    made = origin.name in ("leaf", "argument") or (origin.name in _MASKS and not origin.grad)
+    return made and not origin.nan and origin.high in (0.0, -math.inf)
 
 
 def _moved_only(origin: Origin) -> bool:

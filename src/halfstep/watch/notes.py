@@ -24,6 +24,8 @@ _PROBABILITIES = frozenset(("sigmoid", "sigmoid_", "_softmax", "hardsigmoid"))
 _ADDS = frozenset(("add", "add_", "sub", "sub_", "rsub"))
 _FLOORS = frozenset(("clamp", "clamp_", "clamp_min", "clamp_min_", "maximum"))
 _CONSTANTS = frozenset(("_to_copy", "full", "full_like", "scalar_tensor", "new_full", "fill_"))
+_LOSSES = frozenset(("mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "nll_loss_forward"))
+_SUM = 2  # torch's number for reduction="sum"
 _QUOTIENTS = frozenset(("div", "div_"))
 _NEAR = 3
 
@@ -52,6 +54,8 @@ class Notes:
                 self._entropy(operation, origin)
         elif origin.nan and not origin.bad and _is_empty(operation, origin):
             origin.facts["empty"] = True
+        elif name in _LOSSES and _SUM in operation.args[2:4]:
+            origin.facts["summed"] = True
 
     def _note(self, operation: Operation, origin: Origin, name: str) -> None:
         if name in _PROBABILITIES:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from halfstep.events import Place
 from halfstep.watch.exact import computed, kind_of
@@ -208,7 +209,7 @@ class Provenance:
             label = node.name()
             line = self._lines.get(node._sequence_nr())
             if line is not None:
-                at, path = line.at, line.path
+                at, path = at if isinstance(node, FunctionCtx) else line.at, line.path
         else:
             path = self._paths.path()
         origin = Origin(

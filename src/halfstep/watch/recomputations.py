@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +19,12 @@ from torch.utils import checkpoint as checkpoints
 
 from halfstep.events import Place, Recomputed
 from halfstep.launch import hide
-from halfstep.watch.autocasts import Autocasts, Region, name_of
+from halfstep.watch.autocasts import Autocasts, Region
 from halfstep.watch.look import Operation
 from halfstep.watch.modules import Modules
-from halfstep.watch.passes import PRODUCTS, closure, is_plain, note, parted, recomputing_line
+from halfstep.watch.passes import Again, Backing, First, closure, is_plain, recomputing_line
 from halfstep.watch.patches import Patches, uncompiled
-from halfstep.watch.samples import Sample, moved, random_states
+from halfstep.watch.samples import Sample
 from halfstep.watch.stream import Late
 
 if TYPE_CHECKING:
@@ -36,96 +35,11 @@ _TENSORS = 2048  # remembered of one forward
 _OWN = ("torch._functorch", "torch._dynamo", "torch._inductor", "torch.distributed")
 
 
-class First:
-    """What is known of one checkpointed forward."""
-
-    __slots__ = (
-        "__weakref__",
-        "at",
-        "autocast",
-        "by",
-        "drew",
-        "drew_at",
-        "operators",
-        "preserves",
-        "samples",
-        "states",
-    )
-
-    def __init__(self, by: str, at: Place | None) -> None:
-        self.by = by
-        self.at = at
-        self.autocast = ""
-        self.samples: list[Sample] = []
-        self.drew: tuple[str, ...] = ()
-        self.drew_at: Place | None = None
-        self.preserves: bool | None = None
-        self.operators: list[tuple[str, str]] = []  # that ran in it, where they were looked at
-        self.states: tuple[Any, ...] | None = random_states()
-
-    def ended(self) -> None:
-        if self.states is not None:
-            self.drew += moved(self.states, random_states())
-            self.states = None
-
-
-class Again:
-    """One recomputation, compared with its first forward tensor by tensor."""
-
-    def __init__(self, first: First) -> None:
-        self.first = first
-        self.at = first.at
-        self.autocast = ""
-        self.dtypes: tuple[str, str] | None = None  # of the first tensor that has another dtype than it had
-        self.apart: list[torch.Tensor] = []
-        self._index = 0
-
-    def meets(self, tensor: torch.Tensor) -> None:
-        if self._index >= len(self.first.samples):
-            return
-        sample = self.first.samples[self._index]
-        self._index += 1
-        if tensor.dtype is not sample.dtype:
-            self.dtypes = self.dtypes or (name_of(sample.dtype), name_of(tensor.dtype))
-            return
-        apart = sample.apart(tensor)
-        if apart is not None:
-            self.apart.append(apart)
-
-
-class _Backing:
-    """The backward of a custom function under way: the region it entered first, the module it called first.
-
-    ``operators``: those that ran in it with gradients enabled, where they were looked at.
-    """
-
-    __slots__ = ("at", "called", "depth", "first", "operators", "region")
-
-    def __init__(self, first: First | None, depth: int) -> None:
-        self.first = first
-        self.depth = depth
-        self.region: Region | None = None
-        self.at: Place | None = None
-        self.called = False
-        self.operators: list[tuple[str, str]] = []
-
-    def repeats(self, first: First) -> bool:
-        """Whether it ran what the forward ran: the same operators, as far as anybody looked; else a module at least.
-
-        Not every inner backward is of a recomputation: solvers differentiate one more of their own iterations.
-        """
-        if not first.operators or not self.operators:
-            return self.called
-        forward, again = [o for o, _ in first.operators], [o for o, _ in self.operators]
-        if Counter(o for o in forward if o in PRODUCTS) != Counter(o for o in again if o in PRODUCTS):
-            return False
-        return any(forward[i : i + len(again)] == again for i in range(len(forward) - len(again) + 1))
-
-
 class _Here(threading.local):
     def __init__(self) -> None:
         self.running: list[First] = []  # checkpointed forwards under way
-        self.backings: list[_Backing] = []
+        self.backings: list[Backing] = []
+        self.repeating: list[Again] = []  # recomputations of torch's own under way
         self.depth = 0
 
 
@@ -138,6 +52,7 @@ class Recomputations:
         self._frames: weakref.WeakKeyDictionary[Any, First] = weakref.WeakKeyDictionary()
         self._functions: weakref.WeakKeyDictionary[Any, First] = weakref.WeakKeyDictionary()
         self._hooks: weakref.WeakKeyDictionary[Any, First] = weakref.WeakKeyDictionary()
+        self._repeats: weakref.WeakKeyDictionary[Any, Again] = weakref.WeakKeyDictionary()
         self._again: list[Again] = []
 
     def install(self, patches: Patches) -> None:
@@ -148,6 +63,8 @@ class Recomputations:
             patches.around(hook, "__enter__", self._before_enter)
             patches.around(hook, "__exit__", None, self._after_exit)
             patches.around(again, "__init__", None, self._after_again)
+            patches.around(again, "__enter__", self._before_repeat)
+            patches.around(again, "__exit__", None, self._after_repeat)
         self._watch_functions(patches)
         for name in ("backward", "grad"):
             patches.around(torch.autograd, name, self._before_backward, self._after_backward, self._failed_backward)
@@ -191,9 +108,19 @@ class Recomputations:
         first = self._frames.get(frame) if frame is not None else None
         if first is None:
             return
-        again = Again(first)
+        again = self._repeats[hook] = Again(first)
         self._again.append(again)
         hook.pack_hook = self._packing(hook.pack_hook, lambda tensor: self._compare(again, tensor))
+
+    def _before_repeat(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        again = self._repeats.get(args[0])
+        if again is not None:
+            self._here.repeating.append(again)
+
+    def _after_repeat(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        again = self._repeats.pop(args[0], None)
+        if again is not None and again in self._here.repeating:
+            self._here.repeating.remove(again)
 
     def _packing(self, pack: Callable[[Any], Any], look: Callable[[torch.Tensor], None]) -> Callable[[Any], Any]:
         def packing(tensor: Any) -> Any:
@@ -277,7 +204,7 @@ class Recomputations:
 
     def _before_custom(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = self._functions.get(args[0]) if len(self._functions) else None
-        self._here.backings.append(_Backing(first, len(self._autocasts.stack)))
+        self._here.backings.append(Backing(first, len(self._autocasts.stack)))
 
     def _after_custom(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._here.backings.pop()
@@ -309,7 +236,8 @@ class Recomputations:
         if first.by != "reentrant" and not backing.repeats(first):
             return
         again = Again(first)
-        again.dtypes = parted(first.operators, backing.operators)
+        again.operators = backing.operators
+        again.dtypes = again.operators.other_dtype(first.operators)
         roots = args[0] if args else kwargs.get("tensors", kwargs.get("outputs", ()))
         tensors = [roots] if isinstance(roots, torch.Tensor) else [t for t in roots if is_plain(t)]
         if len(tensors) != len(first.samples):
@@ -328,7 +256,7 @@ class Recomputations:
             again.at = self._written_at(backing) or first.at
         self._again.append(again)
 
-    def _written_at(self, backing: _Backing) -> Place | None:
+    def _written_at(self, backing: Backing) -> Place | None:
         """The line of the custom backward that recomputes, where that backward is the user's own."""
         inner = self._session.place()
         if inner is None or not inner.function.endswith(("backward", "vjp")):
@@ -373,6 +301,7 @@ class Recomputations:
                 drew=tuple(sorted({d for a in members for d in a.first.drew})),
                 drew_at=drew.drew_at,
                 preserves=worst.first.preserves,
+                changed=next(filter(None, (a.operators.other_numbers(a.first.operators) for a in members)), ""),
             )
 
     # -- operators -----------------------------------------------------------------------------------------------
@@ -385,13 +314,15 @@ class Recomputations:
         if here.running:
             own = operation.kwargs.get("generator") is not None
             for first in here.running:
-                note(first.operators, operation)
+                first.operators.note(operation)
                 if own and first.drew_at is None:
                     first.drew += ("generator",)
                     first.drew_at = operation.at
-        elif here.backings and here.backings[-1].first is not None and torch.is_grad_enabled():
+        for again in here.repeating:
+            again.operators.note(operation)
+        if here.backings and here.backings[-1].first is not None and torch.is_grad_enabled():
             backing = here.backings[-1]
-            note(backing.operators, operation)
+            backing.operators.note(operation)
             if backing.operators and backing.at is None:
                 backing.at = recomputing_line()
 
