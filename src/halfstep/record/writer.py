@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,6 @@ from halfstep.errors import RecordError
 from halfstep.events import Event, encode
 
 _CHUNK = 64 * 1024
-_PATIENCE = 2.0  # seconds after which a small chunk is written all the same
 
 
 class RecordWriter:
@@ -47,7 +45,6 @@ class RecordWriter:
         self._zip = zlib.compressobj(6, zlib.DEFLATED, 31)
         self._lines: list[str] = []
         self._size = 0
-        self._flushed = time.monotonic()
         self._pid = os.getpid()
 
     def named(self, rank: int) -> None:
@@ -69,7 +66,7 @@ class RecordWriter:
         line = encode(event)
         self._lines.append(line)
         self._size += len(line)
-        if self._size >= _CHUNK or time.monotonic() - self._flushed > _PATIENCE:
+        if self._size >= _CHUNK:
             self.flush()
 
     def flush(self) -> None:
@@ -81,7 +78,6 @@ class RecordWriter:
             self._size = 0
             self._file.write(self._zip.compress(data) + self._zip.flush(zlib.Z_SYNC_FLUSH))
             self._file.flush()
-        self._flushed = time.monotonic()
 
     def close(self, verdict: Mapping[str, Any] | None = None) -> None:
         """End the file; ``verdict``: what the process itself made of its events, kept beside them."""

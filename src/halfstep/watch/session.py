@@ -67,7 +67,7 @@ class Session:
         if record is not None:
             known = 0 if self.rank is None and not among_others else self.rank
             self._writer = RecordWriter(Path(record), known, among_others=among_others)
-        self.stream = Stream(self._release)
+        self.stream = Stream(self._release, self._keep)
         self.ledger = Ledger()
         self.look = Look(self)
         self.patches = Patches(self.fault, self.look.silent)
@@ -294,6 +294,11 @@ class Session:
                 self.judge.see(event)
             except Exception as error:
                 self._release_fault(event, error)
+
+    def _keep(self) -> None:
+        with self._lock:
+            if self._writer is not None:
+                self._writer.flush()
 
     def _release_fault(self, event: Event, error: Exception) -> None:
         self.judge.broken(f"judging {type(event).__name__} {event.seq}", error)

@@ -41,11 +41,18 @@ class Stream:
 
     Nothing is read from a device before ``hold`` drafts have come or ``patience`` seconds have passed (or `flush` is
     called): then all late values are read in one go per device, so that watching adds no host read per micro-batch
-    or update.
+    or update. ``released`` is called after the last of them.
     """
 
-    def __init__(self, release: Callable[[Event], None], hold: int = 512, patience: float = 2.0) -> None:
+    def __init__(
+        self,
+        release: Callable[[Event], None],
+        released: Callable[[], None],
+        hold: int = 512,
+        patience: float = 2.0,
+    ) -> None:
         self._release = release
+        self._released = released
         self._hold = hold
         self._patience = patience
         self._flushed = time.monotonic()
@@ -90,6 +97,7 @@ class Stream:
                     words = f"{type(error).__name__}: {error}"[:500]
                     event = Fault(seq=draft.fields["seq"], where=f"finishing {draft.kind.__name__}", message=words)
                 self._release(event)
+            self._released()
         finally:
             self._flushing = False
             self._flushed = time.monotonic()
