@@ -23,6 +23,7 @@ Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     torch._dynamo.reset()
+    counters.clear()
     yield
     torch._dynamo.reset()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import multiprocessing
 import weakref
 from collections.abc import Iterator
 
@@ -85,6 +86,14 @@ def test_a_compiled_model_under_an_eager_loss_is_weighed() -> None:
 
 
 def test_compiled_autograd() -> None:
+    """In a process of its own: torch keeps such a compiler for good, and it would compile the backwards of others."""
+    child = multiprocessing.get_context("fork").Process(target=_compile_backward)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
+def _compile_backward() -> None:
     from torch._dynamo import compiled_autograd
 
     net = model()
