@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -165,8 +166,8 @@ def test_what_makes_runs_incomparable_is_named(own, fp32, said):
 
 
 def test_inputs_cast_to_half_are_the_same_data():
-    found = verdict(run("own", FALLING, data=lambda k: (0.0, 0.503, 1.0)), run("fp32", FALLING, data=lambda k: (0.0, 0.5, 1.0)))  # fmt: skip  # noqa: E501
-    assert found.same.data is None
+    own, fp32 = (run(side, FALLING, data=lambda k, x=x: (0.0, x, 1.0)) for side, x in (("own", 0.503), ("fp32", 0.5)))
+    assert verdict(own, fp32).same.data is None
 
 
 def test_other_random_numbers_are_named_where_they_matter():
@@ -185,7 +186,13 @@ def test_a_script_in_fp32_has_no_precision_to_blame():
 
 
 @pytest.mark.parametrize(
-    ("tolerance", "share", "blame"), [(0.05, False, "not precision"), (0.03, False, "precision"), (0.05, True, "not precision"), (0.04, True, "precision")]  # fmt: skip  # noqa: E501
+    ("tolerance", "share", "blame"),
+    [
+        (0.05, False, "not precision"),
+        (0.03, False, "precision"),
+        (0.05, True, "not precision"),
+        (0.04, True, "precision"),
+    ],
 )
 def test_a_number_of_the_script_is_judged_by_the_tolerance_given(tolerance, share, blame):
     own = run("own", [max(loss, 1.0) for loss in FALLING], metrics={"accuracy": [0.5, 0.91]})
@@ -261,4 +268,4 @@ def test_a_long_run_is_told_ever_more_seldom():
     told = [n for n in range(1, 200_000) if is_told(n)]
     assert told[:4096] == list(range(1, 4097))
     assert len(told) < 4096 * 7
-    assert max(b - a for a, b in zip(told, told[1:], strict=False)) <= 32
+    assert max(b - a for a, b in pairwise(told)) <= 32

@@ -1,4 +1,4 @@
-"""The runs themselves, in processes of their own: what FP32 undoes, what each tells, that nothing of the script leaks."""
+"""The runs themselves, in processes of their own: what FP32 undoes, what each tells."""
 
 from __future__ import annotations
 

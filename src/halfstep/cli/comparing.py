@@ -74,7 +74,7 @@ def _compare(args: argparse.Namespace, criterion: Criterion, folder: Path) -> in
             _run(args, folder, told)
             comparison = judge(criterion, *_told(folder, criterion, 2))
             if comparison.open and not args.twice:
-                size, updates = TOLERANCES[comparison.dtype], len(comparison.own.points)
+                size, updates = TOLERANCES[comparison.dtype], _limit(comparison.own, args.updates)
                 third = Process(SIDES[2], folder / SIDES[2], args.target, seed=args.seed, updates=updates, jitter=size)
                 wait([third], lambda: told([third]))
     except Stopped as stop:
@@ -128,7 +128,7 @@ def _run(args: argparse.Namespace, folder: Path, told: Callable[[list[Process]],
 
 
 def _limit(own: Account, updates: int | None) -> int | None:
-    """How far FP32 need go where the script as it is did not come to its end."""
+    """How far the others need go where the script as it is did not come to its end."""
     if own.raised is None:
         return updates
     reached = len(own.points) + max(_FURTHER, len(own.points) // 4)

@@ -58,6 +58,7 @@ def document(comparison: Comparison, command: str, status: int) -> dict[str, Any
             **({} if comparison.jittered is None else {"jittered": _run(comparison.jittered)}),
         },
         "compared": len(comparison.matched),
+        "comparable": comparison.comparable,
         "updates": [_pair(pair) for pair in _some(comparison.matched, comparison)],
         "layers": [_layer(layer) for layers in _moments(comparison) for layer in layers[:_LAYERS]],
     }

@@ -24,7 +24,8 @@ _NOISY = 3.0  # and so many times as much above it as the loss usually moves fro
 class Comparison:
     """Both runs, what they share, where they part, and the verdict in words.
 
-    ``jittered``: the third run, where there was one; ``open``: it would decide.
+    ``comparable``: they began alike and had data in common; ``jittered``: the third run, where there was one;
+    ``open``: it would decide.
     """
 
     criterion: Criterion
@@ -38,6 +39,7 @@ class Comparison:
     blame: Blame
     words: str
     notes: tuple[str, ...] = ()
+    comparable: bool = True
     jittered: Account | None = None
     open: bool = False
 
@@ -54,17 +56,29 @@ def judge(criterion: Criterion, own: Account, fp32: Account, jittered: Account |
     if jittered is not None:
         case.jittered = outcome_of(criterion, jittered, fp32, beside)
     blame, words = _verdict(case)
-    if case.strange:
+    if not case.comparable:
         parted = None
-    notes = tuple(_notes(own, fp32, same, parted))
     return Comparison(
-        criterion, own, fp32, matched, dtype, same, parted, case.outcome, blame, words, notes, jittered, case.open
+        criterion,
+        own,
+        fp32,
+        matched,
+        dtype,
+        same,
+        parted,
+        case.outcome,
+        blame,
+        words,
+        notes=tuple(_notes(own, fp32, same, parted)),
+        comparable=case.comparable,
+        jittered=jittered,
+        open=case.open,
     )
 
 
 @dataclass(slots=True)
 class _Case:
-    """All that the verdict rests on. ``strange``: the two cannot be compared at all."""
+    """All that the verdict rests on."""
 
     criterion: Criterion
     own: Account
@@ -76,7 +90,7 @@ class _Case:
     outcome: Outcome | None
     jittered: Outcome | None = None
     open: bool = False
-    strange: bool = False
+    comparable: bool = True
 
 
 # -- the verdict ---------------------------------------------------------------------------------------------------
@@ -175,7 +189,7 @@ def _settling(case: _Case, outcome: Outcome, ends: str) -> tuple[Blame, str] | N
 def _doubt(case: _Case) -> str | None:
     """Why nothing can be said."""
     criterion, own, fp32, matched, same = case.criterion, case.own, case.fp32, case.matched, case.same
-    case.strange = True
+    case.comparable = False
     if fp32.raised is not None and (len(fp32.points) < len(own.points) or not matched):
         error = f"{fp32.raised['type']}: {fp32.raised['message']}"
         done = f" after {len(fp32.points)} updates" if fp32.points else ""
@@ -202,7 +216,7 @@ def _doubt(case: _Case) -> str | None:
             "the two runs had other data from the first update on: seed what draws or shuffles it in the script "
             "(torch, random and numpy's global generator are seeded)"
         )
-    case.strange = False
+    case.comparable = True
     if same.data is not None and (case.parted is None or same.data <= case.parted.update):
         return f"the two runs had other data from update {same.data} on, before anything else differs"
     if case.outcome is None:

@@ -58,7 +58,7 @@ def lines(doc: Mapping[str, Any]) -> list[str]:
             f"they part at update {parted['update']}: {what} is {shown(parted['own'])} as it is, "
             f"{shown(parted['fp32'])} in FP32{explained}"
         )
-    elif doc["compared"]:
+    elif doc["comparable"]:
         out.append(f"they part nowhere in {doc['compared']:,} updates beyond what rounding explains")
     for side, run in doc["runs"].items():
         out.append(f"{name_of(side)}: {_ran(run)}")
@@ -68,7 +68,7 @@ def lines(doc: Mapping[str, Any]) -> list[str]:
         at = finding["at"]
         where = f" {at['file'].rpartition('/')[2]}:{at['line']}" if at else ""
         out.append(f"the doctor on the script as it is: {finding['rule']}{where}: {finding['message']}")
-    if doc["compared"]:
+    if doc["comparable"]:
         out.append(f"what rounding explains: {doc['measure']}")
     return out
 
@@ -133,7 +133,7 @@ def _layers(doc: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> Tabl
 def named_layers(doc: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The layers furthest apart, at the parting or else at the last update that was sampled."""
     layers: list[Mapping[str, Any]] = doc["layers"]
-    if not layers:
+    if not layers or not doc["comparable"]:
         return []
     moments = {layer["update"] for layer in layers}
     wanted = doc["parted"]["update"] if doc["parted"] is not None else None
