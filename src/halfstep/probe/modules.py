@@ -74,7 +74,11 @@ class Sums:
 
 @dataclass
 class Lost:
-    """Elements of a half-precision gradient that FP32 keeps: how many are zero, how many subnormal."""
+    """Elements of a half-precision gradient that FP32 keeps: how many are zero, how many subnormal.
+
+    A zero whose FP32 twin, times the scale, is a normal number of the dtype was not lost to its range: a maximum or a
+    ReLU, decided otherwise after rounding, sent the gradient elsewhere.
+    """
 
     kept: int = 0
     zero: int = 0
@@ -82,11 +86,12 @@ class Lost:
     square: float = 0.0
     square_zero: float = 0.0
 
-    def add(self, half: Tensor, full: Tensor) -> None:
+    def add(self, half: Tensor, full: Tensor, scale: float) -> None:
         full = full.to(half.device, torch.float32)
+        least = torch.finfo(half.dtype).smallest_normal
         there = (full != 0) & torch.isfinite(full)
-        gone = there & (half == 0)
-        small = there & (half != 0) & (half.abs() < torch.finfo(half.dtype).smallest_normal)
+        gone = there & (half == 0) & (full.abs() * scale < least)
+        small = there & (half != 0) & (half.abs() < least)
         self.kept += int(there.sum())
         self.zero += int(gone.sum())
         self.subnormal += int(small.sum())
@@ -172,7 +177,7 @@ class Beside:
         seen.gradients.add(gradient.detach().float() / self._scale, twin)
         seen.gradient_exponents += exponents(twin)
         if gradient.dtype in HALF:
-            seen.lost.add(gradient.detach(), twin)
+            seen.lost.add(gradient.detach(), twin, self._scale)
 
 
 def plain_name(name: str) -> str:
