@@ -270,6 +270,23 @@ def test_a_run_after_it_is_the_run_without_it() -> None:
     assert same(run(True), run(False))
 
 
+def test_the_doctor_sees_nothing_of_it() -> None:
+    model, batches = network(), ragged(4, 4, 4, 4)
+    optimizer, manager = adam(model), MixedPrecisionManager(precision="fp16", device="cpu", init_scale=2.0**14)
+    with halfstep.watch() as session:
+        for _ in range(3):
+            assert manager.preflight(model, optimizer, mean_loss, batches, size=2)
+            halfstep.assert_same_update(model, mean_loss, batches)
+            for group in manager.groups(batches, 2):
+                for batch in group:
+                    with manager.context():
+                        loss = mean_loss(model, batch)
+                    manager.backward(loss)
+                manager.step(model, optimizer)
+    assert session.findings == ()
+    assert (session.summary.attempted, session.summary.micro_batches) == (6, 12)
+
+
 # --- what is wrong, by name ---
 
 

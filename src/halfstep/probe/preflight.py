@@ -12,10 +12,11 @@ from halfstep.engine.manager import MixedPrecisionManager
 from halfstep.engine.position import random_state, restore_random_state
 from halfstep.engine.state import in_words
 from halfstep.probe import judgement, ranks
+from halfstep.probe.checklist import Preflight, Rank, Row
 from halfstep.probe.examples import fingerprints
 from halfstep.probe.flight import Flight
+from halfstep.probe.passes import unwatched
 from halfstep.probe.trial import unchanged
-from halfstep.probe.checklist import Preflight, Rank, Row
 
 
 def preflight(
@@ -38,7 +39,7 @@ def preflight(
     others: tuple[Rank, ...] = ()
     try:
         flight = Flight(manager, model, loss_fn, batches, weight=weight, reduction=reduction, size=size, ids=ids)
-        with unchanged(flight.module):
+        with unwatched(), unchanged(flight.module):
             flight.run(optimizers_of(optimizer), scheduler, big, tolerance)
             rows = judgement.rows(flight, big)
         if ranks.several():

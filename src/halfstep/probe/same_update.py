@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import MisuseError, NonFiniteError, PolicyError, UpdateDiffersError
 from halfstep.probe.difference import Cause, causes_of
+from halfstep.probe.passes import unwatched
 from halfstep.probe.trial import TOLERANCES, Trial, norm, unchanged
 from halfstep.probe.whole import joined
 
@@ -105,7 +106,7 @@ def measure_update(
 def measured(trial: Trial, tolerance: float | None) -> tuple[SameUpdate, dict[str, Tensor]]:
     """What a trial shows, and the accumulated gradient by parameter name. The model is afterwards as it was."""
     count = len(trial.batches)
-    with unchanged(trial.model):
+    with unwatched(), unchanged(trial.model):
         whole = trial.big()
         accumulated, contributions = trial.accumulated()
         for name, run in [("the big batch", whole), *((f"micro-batch {k}", run) for k, run in contributions.items())]:
