@@ -19,6 +19,7 @@ from halfstep.engine.replicas import Replicas
 from halfstep.engine.scale import LossScale
 from halfstep.engine.terms import TermBuffers
 from halfstep.errors import GroupError, MisuseError, PolicyError, WeightError, counted
+from halfstep.events.audience import LISTENERS
 from halfstep.weigh import Weighing, weigh
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -272,6 +273,8 @@ class Contributor:
         roots = [losses[i] for i in live]
         averaging = 1 if mode == "plain" else self.replicas.averaging
         seeds = [self.seed(losses[i], factors[i] * averaging) for i in live]
+        for listener in LISTENERS if self.scale.is_enabled() else ():
+            listener.contributing(self.scale)
         answered = nullcontext() if self.replicas.local else self.replicas.answered("gradients")
         try:
             with answered:
@@ -289,6 +292,9 @@ class Contributor:
             for weighing in weighings:
                 weighing.remove()
             raise
+        finally:
+            for listener in LISTENERS:
+                listener.contributed()
         if not self.replicas.local:
             self.replicas.done()
         if weighings:

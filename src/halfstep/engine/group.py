@@ -100,8 +100,10 @@ class Group(Generic[Batch]):
         self.own = len(batches)
         """Micro-batches of this replica's own; those after them only keep it in company, and weigh nothing."""
         self.opening: Opening | None = None
-        self.exchange_at = -1 if manager.replicas.local else None
-        """The micro-batch whose backward exchanges gradients; None: the engine does, at the update."""
+        self.exchange_at: int | None = None
+        """The micro-batch whose backward exchanges gradients."""
+        self.apart = False
+        """Whether the engine exchanges gradients, at the update."""
         self._model = model
         self._length = len(batches)
         self.size = size
@@ -135,7 +137,7 @@ class Group(Generic[Batch]):
             self._length += missing
             if self.micro_weights is not None:
                 self.micro_weights += [(0.0,) * len(self.weights or ())] * missing
-        self.exchange_at = replicas.exchange_at(self._model, opening, self.micro_weights, self._length)
+        self.exchange_at, self.apart = replicas.exchange_at(self._model, opening, self.micro_weights, self._length)
 
     def nothing(self) -> Share:
         """The contributions of a replica that ran dry: it takes part in the update all the same."""

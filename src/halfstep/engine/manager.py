@@ -35,6 +35,7 @@ from halfstep.engine.update import Update
 from halfstep.engine.updater import Updater
 from halfstep.engine.verification import Verification
 from halfstep.errors import MisuseError, counted
+from halfstep.events.audience import LISTENERS
 
 Batch = TypeVar("Batch")
 
@@ -276,6 +277,7 @@ class MixedPrecisionManager(Records):
         binding = self._bindings.find(model, optimizer)
         if not self.replicas.alone:
             self._meet(binding.modules)
+            self._updater.explain()
         schedulers = schedulers_of(scheduler)
         self._schedule.require_fit(schedulers, binding.optimizers)
         share = self._order.share(binding)
@@ -303,6 +305,8 @@ class MixedPrecisionManager(Records):
             self._bindings.stepping = False
             if self._updater.performed(share):
                 self._close(binding, share)
+        for listener in LISTENERS:
+            listener.settled()
         return update
 
     def _close(self, binding: Binding, share: Share) -> None:

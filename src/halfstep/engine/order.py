@@ -94,7 +94,7 @@ class Order:
         apart = bool(self.contributor.buffers)
         opening = None if group is None else group.opening
         if opening is not None and opening.weights is not None:
-            local = group is None or group.exchange_at is None
+            local = group is None or group.apart
             if not local and not apart and not replicas.exchanged:
                 raise MisuseError(
                     "the gradients of this group have not been exchanged: the last forward that was supervised did not "
@@ -108,7 +108,7 @@ class Order:
                 len(share),
                 None if share.weights is None else [float(w) for w in share.weights],
                 empty=share.empty,
-                apart=apart or (group is not None and group.exchange_at is None),
+                apart=apart or (group is not None and group.apart),
                 guessed=self.contributor.counted_examples is not None,
             )
         return closing if opening is None else replace(closing, examples=opening.examples)

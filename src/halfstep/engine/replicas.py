@@ -33,7 +33,7 @@ from halfstep.engine import collectives
 from halfstep.engine.collectives import Link
 from halfstep.engine.layout import Layout, declared_link, infer
 from halfstep.engine.rows import Closing, Opening, Share, close_group, open_group, require_terms
-from halfstep.engine.wrappers import Wrapper
+from halfstep.engine.wrappers import Ddp, Wrapper
 from halfstep.errors import MisuseError, UnsupportedError
 
 
@@ -132,26 +132,34 @@ class Replicas:
         opening: Opening,
         weights: Sequence[tuple[float, ...]] | None,
         micro_batches: int,
-    ) -> int | None:
-        """The micro-batch in whose backward wrappers exchange gradients; None: ``average`` does, at the update.
+    ) -> tuple[int | None, bool]:
+        """The micro-batch in whose backward wrappers exchange gradients, and whether ``average`` has to, at the update.
 
         The last of positive weight: nothing is backpropagated for one of weight 0. Where a replica has none, no
         backward may wait for it.
         """
         wrappers = self.wrappers(model)
         if any(wrapper.sharded for wrapper in wrappers):
-            return micro_batches - 1
+            return micro_batches - 1, False
         if not wrappers and not self._met and (not opening.complete or opening.uneven):
             raise MisuseError(
                 f"replicas have {sorted({s.micro_batches for s in opening.shares})} micro-batches in one group, or "
                 "nothing supervised, and the model whose gradients they exchange is not known yet",
                 "manager.groups(…, model=model) with the wrapped model",
             )
+        if any(isinstance(wrapper, Ddp) and wrapper.unlearned for wrapper in wrappers):
+            if opening.dry:
+                raise UnsupportedError(
+                    f"rank {opening.dry[0]} has no micro-batch in the first group of a static graph, which has to be "
+                    "learnt on every rank alike",
+                    "DistributedDataParallel(static_graph=False), or a first group in which every replica has one",
+                )
+            return 0, True
         if not wrappers or not opening.complete:
-            return None
+            return None, True
         if weights is None:
-            return micro_batches - 1
-        return max(position for position, own in enumerate(weights) if any(own))
+            return micro_batches - 1, False
+        return max(position for position, own in enumerate(weights) if any(own)), False
 
     def hold(self, model: nn.Module | None, exchange: bool, *, buffers: bool) -> None:
         for wrapper in self.wrappers(model):

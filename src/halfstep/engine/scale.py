@@ -12,6 +12,7 @@ from torch import Tensor
 from halfstep.engine.late import host
 from halfstep.engine.settings import count, flag, number
 from halfstep.errors import MisuseError, PolicyError
+from halfstep.events.audience import LISTENERS
 
 SCALE_MAX = 2.0**127  # the largest power of two FP32 holds
 FLOOR_TOUCHES = 3  # overflows in a row, at the floor, after which lowering the scale is known not to help
@@ -159,6 +160,8 @@ class LossScale(torch.amp.GradScaler):
             self._scale.fill_(value)
             self._growth_tracker.zero_()
         self.note(update, "by hand", value)
+        for listener in LISTENERS:
+            listener.scale_set(self)
 
     def note(self, update: int, why: str, value: float | None = None) -> None:
         self.history.append({"update": update, "scale": self.value if value is None else value, "why": why})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from halfstep.engine.account import Account
 from halfstep.engine.attempt import Attempt, Attempts, coalesce
 from halfstep.engine.binding import Binding
+from halfstep.engine.culprits import culprits, nonfinite_names
 from halfstep.engine.journal import Journal
 from halfstep.engine.late import Mail, host
 from halfstep.engine.ledger import Share, Weight
@@ -22,6 +24,7 @@ from halfstep.engine.schedule import Schedule
 from halfstep.engine.terms import TermBuffers
 from halfstep.engine.update import Update
 from halfstep.errors import NonFiniteError, ScaleFloorError
+from halfstep.events.audience import LISTENERS
 
 Number = float | Tensor
 
@@ -56,6 +59,7 @@ class Updater:
         self._tried: list[Number] = []  # overflow flags of attempts under the scale that is still to move
         self._last: Share | None = None
         self._floor: tuple[list[str], Tensor | None] | None = None
+        self._skipped: deque[tuple[int, Share, list[str], Tensor | None]] = deque()
         self.host = True
         """Whether device values can be read without waiting: the device is a CPU."""
 
@@ -65,6 +69,13 @@ class Updater:
         """Wait for the outcome of the last update, where it is not known yet."""
         if self._unsettled is not None:
             self._unsettled()
+
+    def explain(self) -> None:
+        """Tell what was not finite in updates skipped since, on whichever rank. A collective, in ``step`` alone."""
+        while self._skipped:
+            update, share, names, norms = self._skipped.popleft()
+            told = culprits(self._replicas, share)
+            self._journal.note("not finite", f"{told}; in {nonfinite_names(names, norms)}", update=update)
 
     def performed(self, share: Share) -> bool:
         """Whether the attempt with this share has happened (and not been refused)."""
@@ -93,10 +104,17 @@ class Updater:
         if closing is None:
             closing = Closing(share.weights, share.empty, False, share.examples)
         examples = closing.examples
-        if closing.empty:
-            attempt, values = self._empty(closing)
-        else:
-            attempt, values = self._attempt(binding, share, closing, reference, buffers)
+        for listener in LISTENERS:
+            listener.attempting(binding.optimizers)
+        try:
+            if closing.empty:
+                attempt, values = self._empty(closing)
+            else:
+                attempt, values = self._attempt(binding, share, closing, reference, buffers)
+        except BaseException:
+            for listener in LISTENERS:
+                listener.refused(binding.optimizers)
+            raise
         names = (
             binding.names if attempt.norms is None or attempt.norms.numel() == len(binding.names) else binding.named()
         )
@@ -108,6 +126,15 @@ class Updater:
             values["lr"] = lrs[0]
         binding.clear()
         self._last = share
+        for listener in LISTENERS:
+            listener.attempted(
+                binding.optimizers,
+                scaler=self._scale if self._scale.is_enabled() else None,
+                divisor=values["divisor"],
+                empty=values["empty"],
+                moved=not shared_scale,
+                schedule=self._schedule.unit,
+            )
 
         account = self._account
         account.attempted += 1
@@ -124,13 +151,14 @@ class Updater:
             attempt.norms if self._monitor else None,
         )
         if late:
-            self._settle_later(update, Mail(values), names, attempt.norms)
+            self._settle_later(update, share, Mail(values), names, attempt.norms)
             self._schedule.move_at_once(schedulers, binding.optimizers, account.attempted)
         else:
             if not self.host or "lr" in values:
                 values = {**Mail(values).read()}
-            self._settle(update, values, names, attempt.norms)  # type: ignore[arg-type]
+            self._settle(update, share, values, names, attempt.norms)  # type: ignore[arg-type]
             self._schedule.move(schedulers, binding.optimizers, update.outcome, account.attempted)
+            self.explain()
             self.require_scale()
         return update
 
@@ -251,17 +279,19 @@ class Updater:
 
     # --- what came of it ---
 
-    def _settle_later(self, update: Update, mail: Mail, names: list[str], norms: Tensor | None) -> None:
+    def _settle_later(self, update: Update, share: Share, mail: Mail, names: list[str], norms: Tensor | None) -> None:
         def settle() -> None:
             if self._unsettled is settle:
                 self._unsettled = None
-                self._settle(update, mail.read(), names, norms)
+                self._settle(update, share, mail.read(), names, norms)
                 self._schedule.take_back(update.outcome)
 
         self._unsettled = settle
         update.wait_with(settle)
 
-    def _settle(self, update: Update, values: dict[str, float], names: list[str], norms: Tensor | None) -> None:
+    def _settle(
+        self, update: Update, share: Share, values: dict[str, float], names: list[str], norms: Tensor | None
+    ) -> None:
         account = self._account
         overflow = values["found_inf"] != 0.0
         if values["empty"] != 0.0:
@@ -271,6 +301,8 @@ class Updater:
         elif overflow and self._on_nonfinite != "ignore":
             outcome = "skipped"
             account.skipped += 1
+            if not self._replicas.local:
+                self._skipped.append((update.attempted_updates, share, names, norms))
         else:
             outcome = "applied"
             account.applied += 1
@@ -320,17 +352,6 @@ class Updater:
             'it, lower its learning rate, or use precision="bf16"; manager.check(tensor, name) finds the first '
             "non-finite activation",
         )
-
-
-def nonfinite_names(names: list[str], norms: Tensor | None) -> str:
-    """Which gradients are not finite, as words."""
-    if norms is None:
-        return "parameters that were not looked at"
-    bad = [name for name, norm in zip(names, norms.tolist(), strict=True) if not math.isfinite(norm)]
-    if not bad:
-        return "no single parameter: the total norm overflowed"
-    shown = ", ".join(bad[:6]) + (f" and {len(bad) - 6} more" if len(bad) > 6 else "")
-    return f"{shown} ({len(bad)} of {len(names)} parameters)"
 
 
 def _over(reference: Weight, weight: Weight) -> Weight:

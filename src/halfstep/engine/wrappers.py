@@ -105,27 +105,31 @@ class Ddp(Wrapper):
         link: Any = module.process_group
         self.links = (link,)
         self.averaging = link.size()
-        self._before: tuple[bool, bool] | None = None
+        self._before: bool | None = None
 
     def hold(self, exchange: bool, buffers: bool) -> None:
         module: Any = self.module
         if self._before is None:
-            self._before = module.require_backward_grad_sync, False
+            self._before = module.require_backward_grad_sync
         module.require_backward_grad_sync = exchange
         module.require_forward_param_sync = buffers
-        if module.static_graph and not exchange and not module._static_graph_delay_allreduce_enqueued:
-            # A static graph learns its first backward even under no_sync, and fails there. Let it wait for a real one.
-            module._static_graph_delay_allreduce_enqueued = True
-            self._before = self._before[0], True
 
     def free(self) -> None:
         if self._before is not None:
             module: Any = self.module
-            module.require_backward_grad_sync, static = self._before
+            module.require_backward_grad_sync = self._before
             module.require_forward_param_sync = True
-            if static:
-                module._static_graph_delay_allreduce_enqueued = False
             self._before = None
+
+    @property
+    def unlearned(self) -> bool:
+        """Whether a static graph is still to be learnt: from the first backward there is, exchanged or not.
+
+        Under no_sync torch learns it wrongly (each parameter is then waited for twice), so the first must be one that
+        exchanges.
+        """
+        module: Any = self.module
+        return bool(module.static_graph and not module._static_graph_delay_allreduce_enqueued)
 
     def waits(self) -> bool:
         return bool(self.module.require_backward_grad_sync)

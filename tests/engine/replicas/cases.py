@@ -112,9 +112,7 @@ def train(rank: int, world: int, run: Shared) -> dict[str, Any]:
                     step()
                 continue
             weigher = (lambda batch: weights(run, batch)) if run.flow in ("ahead", "masked") else None
-            for group in manager.groups(
-                run.data[rank], run.size, weight=weigher, model=model, drop_last=run.drop_last
-            ):
+            for group in manager.groups(run.data[rank], run.size, weight=weigher, model=model, drop_last=run.drop_last):
                 for batch in group:
                     with manager.context():
                         loss = losses(run, model, batch)

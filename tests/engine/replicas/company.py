@@ -47,9 +47,9 @@ class Company:
     def run(self, case: str, world: int, **arguments: Any) -> list[Any]:
         """Run a case on ``world`` ranks; raises where a member failed."""
         results = self.attempt(case, world, **arguments)
-        for rank, result in enumerate(results):
-            if isinstance(result, Failure):
-                raise AssertionError(f"rank {rank} of {case}: {result.trace}")
+        failed = [(rank, result) for rank, result in enumerate(results) if isinstance(result, Failure)]
+        for rank, failure in sorted(failed, key=lambda entry: entry[1].kind == "ReplicaLostError"):
+            raise AssertionError(f"rank {rank} of {case}: {failure.trace}")
         return results
 
     def attempt(self, case: str, world: int, **arguments: Any) -> list[Any]:

@@ -9,7 +9,7 @@ import torch
 from tests.engine.replicas.cases import Shared, Slim
 from tests.engine.replicas.company import Company
 from tests.engine.replicas.twin import assert_same
-from tests.engine.runs import Net, batch, dead
+from tests.engine.runs import Net, batch
 
 pytestmark = pytest.mark.processes
 
