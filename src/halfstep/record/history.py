@@ -5,7 +5,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from halfstep.events import Attempt, Clipped, Contribution, Event, ScalerMade, ScaleUpdated, Unscaled
+from halfstep.events import (
+    Attempt,
+    Clipped,
+    Contribution,
+    Event,
+    GradientsMeasured,
+    ScalerMade,
+    ScaleUpdated,
+    Unscaled,
+)
 from halfstep.record.columns import Columns
 
 
@@ -28,10 +37,11 @@ class Row:
 
 
 class History:
-    """Fold events with `see`; read `rows`."""
+    """Fold events with `see`; read `rows`, and `gradients`: the last half-precision gradients that were measured."""
 
     def __init__(self) -> None:
         self.rows: Columns[Row] = Columns()
+        self.gradients: GradientsMeasured | None = None
         self._attempted = 0
         self._applied = 0
         self._losses: list[float] = []
@@ -57,6 +67,8 @@ class History:
                 self._scale = event.after
             case Attempt():
                 self._attempt(event)
+            case GradientsMeasured():
+                self.gradients = event
             case _:
                 pass
 

@@ -12,6 +12,7 @@ from halfstep.checks.judge import Summary
 from halfstep.events import Finding
 from halfstep.record.history import History, Row
 from halfstep.report.chart import curve
+from halfstep.report.exponents import strips
 from halfstep.report.terminal import counted, judged, ran, where
 
 _AROUND = 2  # source lines shown before and after the one that is named
@@ -29,6 +30,9 @@ def page(title: str, findings: Sequence[Finding], summary: Summary, history: His
     if findings:
         body.append("<section><h2>Findings</h2>" + "".join(map(_finding, findings)) + "</section>")
     body.append(_curves(history))
+    if history.gradients is not None:
+        drawn = strips(history.gradients)
+        body.append(f"<section><h2>Half-precision gradients</h2>{drawn}</section>" if drawn else "")
     body.append(_facts(summary, facts))
     return whole(title, body)
 
@@ -139,6 +143,6 @@ color:var(--dim);font-style:normal;user-select:none}pre .named{background:color-
 th{text-align:left;font-weight:500;color:var(--dim);padding:2px 18px 2px 0;vertical-align:top}td{padding:2px 0;
 overflow-wrap:anywhere}figure{margin:10px 0}svg{width:100%;height:auto}svg text{fill:var(--dim);font-size:10px}
 svg .title{fill:var(--ink);font-size:12px;font-weight:600}.grid{stroke:var(--line);stroke-width:1}
-.curve{fill:none;stroke:var(--curve);stroke-width:1.6}.beside{stroke:var(--warning);stroke-width:2.4;opacity:.75}.mark{stroke:var(--error);stroke-width:1;opacity:.55}
+.cell{fill:var(--curve)}.curve{fill:none;stroke:var(--curve);stroke-width:1.6}.beside{stroke:var(--warning);stroke-width:2.4;opacity:.75}.mark{stroke:var(--error);stroke-width:1;opacity:.55}
 @media print{main{padding:0}details{display:none}}
 """
