@@ -138,7 +138,7 @@ def test_other_data_is_said_and_nothing_else(ends):
 def test_a_script_that_makes_no_update_shows_its_own_words(ends):
     end, _ = ends["usage"]
     assert end.returncode == 4
-    assert "no update was seen in the script: it ended with exit status 1" in end.stdout
+    assert "no update was seen in the script's own process: it ended with exit status 1" in end.stdout
     assert "usage: --data FOLDER" in end.stdout
     assert "in FP32: 0 attempted updates, 0 applied · not reached" in end.stdout
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -21,6 +23,7 @@ import torch
 from torch import nn
 from halfstep import MixedPrecisionManager
 
+torch.manual_seed(3)
 half = torch.bfloat16
 weights = torch.tensor(numpy.ones(8, dtype=numpy.float16))
 first = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.25)).half()
@@ -60,12 +63,14 @@ for k in range(2):
     manager.backward(loss)
     manager.step(model, other)
     manager.log(doubled=2 * k)
+print([p.double().sum().item().hex() for p in (*both.parameters(), *model.parameters())])
 """
 PLAIN = """
 import torch
 from torch import nn
 from halfstep import MixedPrecisionManager
 
+torch.manual_seed(3)
 weights = torch.ones(8)
 both = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.25)), nn.Linear(8, 4))
 bias = torch.zeros(4).requires_grad_()
@@ -105,6 +110,8 @@ def told(tmp_path_factory) -> dict[str, Account]:
         "plain": begun(home / "plain", "own", PLAIN),
         "jittered": begun(home / "jittered", "jittered", PLAIN, jitter=0.02),
     }
+    alone = subprocess.run([sys.executable, home / "half" / "train.py"], capture_output=True, text=True, check=True)
+    (home / "alone.txt").write_text(alone.stdout)
     wait(list(runs.values()), lambda: None)
     accounts = {name: read(process.side, home / name, "k") for name, process in runs.items()}
     for name, account in accounts.items():
@@ -135,6 +142,11 @@ def test_the_script_as_it_is_is_left_as_it_is(told):
         assert own.loss == pytest.approx(fp32.loss, rel=0.05)
         assert own.norm == pytest.approx(fp32.norm, rel=0.1)  # unscaled, before clipping
         assert own.random == fp32.random
+
+
+def test_the_script_as_it_is_computes_what_it_computes_alone(told):
+    output = told["half"].output
+    assert output.read_text() == (output.parents[1] / "alone.txt").read_text()
 
 
 def test_layers_are_modules_and_make_up_the_norm(told):

@@ -70,7 +70,6 @@ class Side:
         self._session: Session | None = None
         self._undone: Mapping[str, int] = {}
         self._began = time.monotonic()
-        self._children = False
 
     def before(self, target: launch.Target) -> None:
         random.seed(self._seed)
@@ -115,11 +114,9 @@ class Side:
             seconds=time.monotonic() - self._began,
             torch=self._session is not None,
             undone=dict(self._undone),
-            forked=self._children,
         )
         self._teller.flush()
         return None
 
     def on_fork(self) -> launch.Hooks | None:
-        self._children = True
         return None

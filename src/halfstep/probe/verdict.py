@@ -195,10 +195,9 @@ def _doubt(case: _Case) -> str | None:
         done = f" after {len(fp32.points)} updates" if fp32.points else ""
         return f"the FP32 run ended{done} by {error} ({fp32.raised['at']})"
     if not own.points and not fp32.points:
-        if own.end is not None and own.end.get("forked"):
-            return "no update was seen in the script's own process: those of child processes are not compared"
-        ended = "" if not own.status else f": it ended with exit status {own.status}"
-        return f"no update was seen in the script{ended}"
+        status = own.status or 0
+        ended = f": it ended by signal {-status}" if status < 0 else f": it ended with exit status {status}"
+        return f"no update was seen in the script's own process{ended if status else ''}"
     if not fp32.points:
         return f"as it is the script made {len(own.points)} updates; FP32 was not reached"
     if not matched:

@@ -29,8 +29,7 @@ def show_comparison(doc: Mapping[str, Any], console: Console) -> None:
     if doc["updates"]:
         console.print()
         console.print(_updates(doc))
-    layers = named_layers(doc)
-    if layers:
+    for layers in named_layers(doc):
         console.print()
         console.print(_layers(doc, layers))
     for side, run in doc["runs"].items():
@@ -130,15 +129,13 @@ def _layers(doc: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> Tabl
     return table
 
 
-def named_layers(doc: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The layers furthest apart, at the parting or else at the last update that was sampled."""
-    layers: list[Mapping[str, Any]] = doc["layers"]
-    if not layers or not doc["comparable"]:
-        return []
+def named_layers(doc: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
+    """The layers furthest apart, at the parting and at the last update that was sampled."""
+    layers: list[Mapping[str, Any]] = doc["layers"] if doc["comparable"] else []
     moments = {layer["update"] for layer in layers}
-    wanted = doc["parted"]["update"] if doc["parted"] is not None else None
-    at = wanted if wanted in moments else max(moments)
-    return [layer for layer in layers if layer["update"] == at][:_LAYERS]
+    parted = None if doc["parted"] is None else doc["parted"]["update"]
+    wanted = sorted(at for at in moments if at in (parted, max(moments)))
+    return [[layer for layer in layers if layer["update"] == at][:_LAYERS] for at in wanted]
 
 
 def chosen(rows: Sequence[Mapping[str, Any]], parted: int | None) -> list[Mapping[str, Any]]:

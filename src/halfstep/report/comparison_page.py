@@ -71,11 +71,15 @@ def _updates(doc: Mapping[str, Any]) -> str:
 
 
 def _layers(doc: Mapping[str, Any]) -> str:
-    layers = named_layers(doc)
-    rows = [[layer["layer"] or "the model", layer["own"], layer["fp32"], layer["excess"]] for layer in layers]
-    at = layers[0]["update"] if layers else ""
     titles = ["layer", "gradient norm", "in FP32", "times what rounding explains"]
-    return _table(f"Layers furthest apart at update {at}", titles, rows)
+    return "".join(
+        _table(
+            f"Layers furthest apart at update {layers[0]['update']}",
+            titles,
+            [[layer["layer"] or "the model", layer["own"], layer["fp32"], layer["excess"]] for layer in layers],
+        )
+        for layers in named_layers(doc)
+    )
 
 
 _SIDES = ("own", "fp32")

@@ -92,6 +92,10 @@ class Beside:
         self._measure(getattr(optimizer, "grad_scale", None))
         self._tell(optimizer)
 
+    def about_to_update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Somebody is about to unscale and clip out of sight."""
+        self._measure()
+
     def passed_over(self, optimizer: torch.optim.Optimizer) -> None:
         """An attempt was skipped by somebody who asked neither the optimizer nor a scaler."""
         self._fresh = False
