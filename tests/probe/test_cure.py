@@ -202,6 +202,34 @@ def test_a_lower_rate_for_the_layer_is_tried_on_copies(grown: bool) -> None:
         assert torch.equal(value, before[name])
 
 
+def test_a_rate_at_which_fp32_itself_diverges_is_no_cure() -> None:
+    class Squares(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(6, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.linear(x) * 500).pow(2).sum(-1)
+
+    model = Squares()
+    found = halfstep.compare(model, lambda m, x: m(x).float().mean(), examples()[0], precision="fp16")
+    tried = remedy(found.cure(torch.optim.SGD(model.parameters(), lr=1.0)), "lower learning rate")
+    assert tried.helps is False
+
+
+def test_true_gradients_beyond_the_range_want_a_scale_below_one() -> None:
+    torch.manual_seed(0)
+    found = halfstep.compare(
+        nn.Linear(6, 4), lambda m, x: (m(x) * 1e5).float().sum(), examples()[0] * 0.1, precision="fp16"
+    )
+    assert found.overflow is not None
+    assert found.overflow.phase == "backward"
+    assert found.to_blame is None
+    assert found.scale < 1.0
+    assert found.cure().line.startswith("MixedPrecisionManager(init_scale=2.0**-")
+
+
 def test_nothing_changes_and_nothing_is_tried_where_nothing_is_wrong() -> None:
     cure = compared(Net(), loss_scale=2.0**8).cure()
     assert cure.remedies == ()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from halfstep.engine.precision import Precision
 from halfstep.errors import PolicyError
 from halfstep.probe.comparison import Comparison, ModuleComparison
-from halfstep.probe.exponents import DEFAULT_SCALE, Exponents, Fit, exponents, fitting_scale
+from halfstep.probe.exponents import DEFAULT_SCALE, LOWEST_SCALE, Exponents, Fit, exponents, fitting_scale
 from halfstep.probe.modules import Beside, Difference, Full, Seen, Sums, plain_name
 from halfstep.probe.overflow import Look
 from halfstep.probe.passes import Pass, Passes
@@ -47,10 +47,10 @@ def compare(
 
     ``loss_fn(model, batch)`` returns the loss, a scalar; it need not open autocast (where it does, its dtype is
     taken). The half pass runs under autocast with the loss multiplied by ``loss_scale``, by default 2^16 for FP16 and
-    1 for BF16; where gradients overflow only because of it, it is lowered until they fit, and both are told. The FP32
-    pass runs with every autocast off, from the same random state. ``precision``: "auto" is what a
-    :class:`~halfstep.MixedPrecisionManager` takes on the model's device. ``tolerance``: the relative error up to
-    which rounding explains a difference, by default :func:`~halfstep.probe.compare.explained`.
+    1 for BF16; where gradients overflow only because of it, it is lowered until they fit (to 2^-8), and both are told.
+    The FP32 pass runs with every autocast off, from the same random state. ``precision``: "auto" is what a
+    :class:`~halfstep.MixedPrecisionManager` takes on the model's device. ``tolerance``: the relative error up to which
+    rounding explains a difference, by default :func:`~halfstep.probe.compare.explained`.
 
     Modules that were made islands (``manager.keep_fp32``) are islands here too.
 
@@ -83,14 +83,14 @@ def measure(
     full, reference = run_full(passes) if known is None else known
     look, beside, half = _looked(passes, region, asked, full)
     first, overflow, underflow = half, look.overflow, look.underflow
-    while half.spoiled and math.isfinite(half.loss) and half.scale > 1.0 and not reference.spoiled:
+    while half.spoiled and math.isfinite(half.loss) and half.scale > LOWEST_SCALE and not reference.spoiled:
         scale = half.scale / 2
         peak = max((m.gradient_exponents.peak for m in beside.modules.values()), default=0.0)
         if overflow is not None and overflow.by_scale_alone and overflow.exact:
             peak = max(peak, overflow.exact / half.scale)
         if peak > 0 and half.dtype in HALF:  # below that, what is inside the modules may still be larger
             scale = min(scale, 2.0 ** math.floor(math.log2(torch.finfo(half.dtype).max / peak)))
-        look, beside, half = _looked(passes, region, max(1.0, scale), full)
+        look, beside, half = _looked(passes, region, max(LOWEST_SCALE, scale), full)
         overflow = overflow or look.overflow
         underflow = look.underflow
     dtype = half.dtype if half.dtype in HALF else torch.float16 if name == "fp16" else torch.bfloat16

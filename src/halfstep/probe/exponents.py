@@ -11,6 +11,8 @@ from torch import Tensor
 
 DEFAULT_SCALE = 2.0**16
 """Where torch's scaler, and halfstep's, start."""
+LOWEST_SCALE = 2.0**-8
+"""Where halfstep's scale stops falling unless told otherwise (``min_scale``)."""
 HEADROOM = 3
 """Doublings left free above the largest gradient seen: another micro-batch's may be eight times as large."""
 _NEGLIGIBLE = 1e-3
@@ -115,12 +117,13 @@ def fitting_scale(gradients: Exponents, dtype: torch.dtype, *, headroom: int = H
     """The scale that fits these (unscaled) gradients; None where there are none.
 
     It is 2^16 where that loses nothing worth mention (a thousandth of the elements) and leaves ``headroom`` doublings;
-    else the largest that leaves them. Only the gradients given are fitted: run a pass with it to be sure.
+    else the largest that leaves them, though none below 2^-8. Only the gradients given are fitted: run a pass with it
+    to be sure.
     """
     if not gradients.kept:
         return None
     top = math.floor(math.log2(torch.finfo(dtype).max / gradients.peak))
-    highest = 2.0 ** min(top - headroom, 126)
+    highest = max(2.0 ** min(top - headroom, 126), LOWEST_SCALE)
     lost = gradients.lost(dtype, DEFAULT_SCALE)
     scale = DEFAULT_SCALE if highest >= DEFAULT_SCALE and lost < _NEGLIGIBLE else highest
     return Fit(

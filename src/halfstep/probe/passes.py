@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -139,12 +140,14 @@ def _widen(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _no_autocast() -> Iterator[None]:
-    """Whatever autocast the loss or the model asks for, none is on."""
+    """Whatever autocast the loss or the model asks for in this thread, none is on."""
+    here = threading.get_ident()
     enter: Any = torch.autocast.__enter__
 
     def entered(self: torch.autocast) -> Any:
         result = enter(self)
-        torch.set_autocast_enabled(self.device, False)  # leaving puts back what was on before, as ever
+        if threading.get_ident() == here:
+            torch.set_autocast_enabled(self.device, False)  # leaving puts back what was on before, as ever
         return result
 
     kinds = {torch.device(d).type for d in _devices()}

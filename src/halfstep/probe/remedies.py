@@ -116,21 +116,27 @@ class _Trial:
 
 
 def _judged(name: str, what: str, after: Comparison, line: str, more: str = "") -> Remedy:
-    helps = after.to_blame is not True
+    helps = _is_good(after)
     seen = _outcome(after) + (f"; {more}" if more else "")
     error = after.gradient.error if after.gradient is not None else None
     return Remedy(name, what, helps, seen, error, line if helps else "")
 
 
+def _is_good(after: Comparison) -> bool:
+    return after.to_blame is not True and math.isfinite(after.full_loss) and not after.full_spoiled
+
+
 def _outcome(after: Comparison) -> str:
+    if not math.isfinite(after.full_loss) or after.full_spoiled:
+        return "FP32 is not finite with it either"
     if after.to_blame is not True:
         at = f" at scale {power(after.scale)}" if after.scale != 1.0 else ""
         return f"loss {after.loss:.5g} (FP32 {after.full_loss:.5g}), all gradients finite{at}"
     if not math.isfinite(after.loss):
         where = f": {after.overflow.operator} in {after.overflow.module or 'the model'}" if after.overflow else ""
         return f"the loss is {after.loss}{where}"
-    if after.spoiled and after.scale <= 1.0:
-        return f"{len(after.spoiled)} gradients are not finite at scale 1 either"
+    if after.gradient is not None and after.gradient.spoiled:
+        return f"{len(after.spoiled)} gradients are not finite at scale {power(after.scale)} either"
     return f"finite, but the gradients are {percent(after.gradient.error if after.gradient else None)} apart"
 
 
@@ -241,8 +247,8 @@ def _smaller(trial: _Trial) -> Remedy:
             outcomes.append(trial.again(passes, reference=False))
         except Exception as error:  # whatever a user's loss makes of a part of its batch
             return Remedy(name, f"{middle} examples", None, f"loss_fn cannot take a part: {type(error).__name__}")
-    worst = max(outcomes, key=lambda o: (o.to_blame is True, o.gradient.error if o.gradient else 0.0))
-    broken = sum(o.to_blame is True for o in outcomes)
+    worst = max(outcomes, key=lambda o: (not _is_good(o), o.gradient.error if o.gradient else 0.0))
+    broken = sum(not _is_good(o) for o in outcomes)
     more = f"{broken} of the 2 halves break" if broken else ""
     line = f"# micro-batches of {middle} examples, and twice as many to a group: manager.groups(loader, 2 * A)"
     return _judged(name, f"{middle} examples for {count}", worst, line, more)
@@ -262,12 +268,12 @@ def _rate(trial: _Trial, optimizer: torch.optim.Optimizer | None, updates: int, 
         f"the largest output of {suspect} in FP32 is {tried.now:.3g} now, after {updates} updates "
         f"{tried.present:.3g} at the present rate, {tried.lowered:.3g} at {rate:g} times it"
     )
-    helps: bool | None = after.to_blame is not True
-    if not helps:
+    helps: bool | None = _is_good(after) and not _is_good(as_it_is)
+    if not _is_good(after):
         seen += ": it is too large already; lower the rate from before it was"
-    elif as_it_is.to_blame is not True and trial.found.to_blame is not True:
-        helps = None
-        seen += ": not needed"
+    elif not helps:
+        seen += ": half precision can do either"
+        helps = None if trial.found.to_blame is False else False
     error = after.gradient.error if after.gradient is not None else None
     path = expression(suspect)
     line = f'{{"params": {path}.parameters(), "lr": {rate:g} * lr}}  # a group of its own in the optimizer'
