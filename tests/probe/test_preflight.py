@@ -483,6 +483,23 @@ def test_layers_that_die_or_explode() -> None:
     assert "only zeros come out of 3 (ReLU)" in row.seen
 
 
+def test_a_mean_over_many_positions_is_no_vanishing_gradient() -> None:
+    """It divides the norm of what comes back by the root of their number, once, and no layer is at fault."""
+    torch.manual_seed(0)
+    parts: list[nn.Module] = []
+    for k in range(5):
+        parts += [nn.Conv2d(8 if k else 3, 8, 3, padding=1), nn.ReLU()]
+        nn.init.kaiming_normal_(parts[-2].weight, a=2.3)  # each a little too small
+    pooled = nn.Sequential(*parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    images = [(torch.randn(2, 3, 64, 64), torch.tensor([0, 2])) for _ in range(2)]
+    result = MixedPrecisionManager(False).preflight(
+        pooled, adam(pooled), lambda m, b: F.cross_entropy(m(b[0]), b[1]), images
+    )
+    norms = result["layers"].numbers["gradients"]
+    assert norms["last"] < 1e-4 * norms["first"]
+    assert result["layers"].verdict == "pass"
+
+
 def test_what_starts_at_zero_on_purpose_is_no_fault() -> None:
     class Adapter(nn.Module):
         """Low-rank adapters start with one factor at zero: the other has no gradient until the first update."""

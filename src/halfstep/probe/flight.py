@@ -163,14 +163,14 @@ class Flight:
 
         def scaled(module: Any, batch: Any) -> Tensor:
             loss = self._loss(module, batch)
-            return loss if lower == 1.0 or not isinstance(loss, Tensor) else loss * lower
+            return loss * lower if self.twin.scaler.is_enabled() and isinstance(loss, Tensor) else loss
 
         trial = Trial(self.module, scaled, self.group, whole, shares)
         while True:
             try:
                 return lower, measured(trial, tolerance)
             except NonFiniteError:
-                if lower < 2.0 or lower < self.scale / 512:
+                if not self.twin.scaler.is_enabled() or lower < self.scale / 1000:
                     raise
                 lower /= 16
 

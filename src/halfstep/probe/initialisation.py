@@ -37,6 +37,8 @@ class Layer:
     """(root mean square, largest magnitude, all finite) of its output."""
     gradient: tuple[float, float, bool] | None = None
     """(norm, largest magnitude, all finite) of the loss's gradient there, not scaled."""
+    elements: int = 1
+    """Of its output: a mean over n elements divides the norm of what comes back through it by √n, and no layer died."""
 
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({self.kind})"
@@ -54,6 +56,7 @@ def look(module: nn.Module, loss: Callable[[], Tensor]) -> list[Layer]:
             return
         weighted = any(p.dim() > 1 for p in inner.parameters(recurse=False))
         layer = Layer(names[inner].replace("_orig_mod.", ""), type(inner).__name__, weighted)
+        layer.elements = tensor.numel()
         layers.append(layer)
         late.append((layer, "out", _measured(tensor.detach(), mean=True)))
         if tensor.requires_grad:
@@ -245,10 +248,9 @@ def chain(layers: Sequence[Layer], zero: Sequence[str], dead: Sequence[str], unr
     for what, steps in (("activations", forwards), ("gradients", backwards)):
         if len(steps) < 2:
             continue
-        drift = steps[-1][1] / steps[0][1]
         numbers[what] = {"first": steps[0][1], "last": steps[-1][1], "layers": len(steps)}
         told.append(f"{what} go from {steps[0][1]:.3g} to {steps[-1][1]:.3g} over {len(steps)} layers")
-        faults += _faults(what, steps, drift)
+        faults += _faults(what, steps)
     if dead:
         silent = [str(layer) for layer in layers if layer.out[1] == 0.0]
         why = f" (only zeros come out of {some(silent)})" if silent else ""
@@ -272,19 +274,30 @@ def chain(layers: Sequence[Layer], zero: Sequence[str], dead: Sequence[str], unr
     return Row("layers", "note" if unreached else "pass", "; ".join(told), "", numbers)
 
 
-def _faults(what: str, steps: Sequence[tuple[Layer, float]], drift: float) -> list[str]:
+def _faults(what: str, steps: Sequence[tuple[Layer, float]]) -> list[str]:
     size = "root mean square" if what == "activations" else "norm"
-    for (before, old), (after, new) in itertools.pairwise(steps):
-        if not 1 / JUMP < new / old < JUMP:
+    for one, other in itertools.pairwise(steps):
+        if not 1 / JUMP < _ratio(what, one, other) < JUMP:
+            (before, old), (after, new) = one, other
             return [f"the {size} of {what} goes from {old:.3g} at {before} to {new:.3g} at {after}, the next layer"]
+    first, last = steps[0], steps[-1]
+    drift = _ratio(what, first, last)
     if len(steps) >= DEEP and not 1 / DRIFT < drift < DRIFT:
-        each = drift ** (1 / (len(steps) - 1))
-        verb = "explode" if drift > 1 else "die"
+        each = (last[1] / first[1]) ** (1 / (len(steps) - 1))
         return [
-            f"{what} {verb}: their {size} is multiplied by {each:.3g} a layer, from {steps[0][1]:.3g} at {steps[0][0]} "
-            f"to {steps[-1][1]:.3g} at {steps[-1][0]}, {len(steps)} layers on"
+            f"{what} {'explode' if drift > 1 else 'die'}: their {size} is multiplied by {each:.3g} a layer, from "
+            f"{first[1]:.3g} at {first[0]} to {last[1]:.3g} at {last[0]}, {len(steps)} layers on"
         ]
     return []
+
+
+def _ratio(what: str, one: tuple[Layer, float], other: tuple[Layer, float]) -> float:
+    """How much larger the other is; of gradients, what a mean between them may explain is taken away."""
+    ratio = other[1] / one[1]
+    if what == "activations":
+        return ratio
+    spread = ratio * math.sqrt(other[0].elements / one[0].elements)
+    return min(ratio, spread, key=lambda found: abs(math.log(found)))
 
 
 # --- memory ---
