@@ -55,6 +55,8 @@ class _Group:
     moved: ParametersChanged | None = None
     moves: list[tuple[Place | None, str | None]] = field(default_factory=list)
     edited: bool = False  # by more than a factor, after the last contribution
+    cleared: int = 0  # parameter tensors, by all clearings
+    cleared_at: Place | None = None
     probes: list[Contribution] = field(default_factory=list)  # from forwards in evaluation mode
     halves: bool = False
 
@@ -119,6 +121,8 @@ class Accumulation(BaseCheck):
     def _cleared(self, event: GradientsCleared | GradientsEdited, story: Story) -> None:
         for ident, count in event.optimizers.items():
             live, group = tuple(story.optimizer(ident).live), self._group(ident)
+            group.cleared += count
+            group.cleared_at = event.at or group.cleared_at
             if not story.optimizer(ident).is_cleared_by(ident, count):
                 continue
             if live and not (group.nonfinite or (isinstance(event, GradientsCleared) and event.nonfinite)):
@@ -171,6 +175,7 @@ class Accumulation(BaseCheck):
             self._probed(update, group, habit)
         self._moved(update, group, habit)
         self._kept(update, habit)
+        self._partly(update, group, habit)
         self._half(update, story, habit)
         habit.attempted(update)
         if not story.optimizer(ident).is_idle:
@@ -304,6 +309,31 @@ class Accumulation(BaseCheck):
         if update.stale and skipped is not None and update.live and not habit.never_clears:
             how = "the gradients of a skipped update were kept, the next contributions"
             habit.kept.add(kept(habit.usual_clear or skipped.at, how, update.stale, update.number))
+
+    def _partly(self, update: Update, group: _Group, habit: Habit) -> None:
+        """Clearings that leave out some of the parameters, update after update."""
+        held, habit.held = habit.held, update.attempt.gradients or 0
+        reached = max((c.optimizers.get(update.optimizer, 0) for c in update.live), default=0)
+        if not held or not held == reached == habit.held:
+            return  # not all the same parameters again
+        habit.partly.chance()
+        if not 0 < group.cleared < held or habit.zeroes:
+            return
+        left = held - group.cleared
+        habit.partly.add(
+            Finding(
+                rule="gradients-never-cleared",
+                severity="error",
+                at=group.cleared_at or update.attempt.at,
+                update=update.number,
+                message=(
+                    f"only {group.cleared} of the optimizer's {held} gradients are cleared between updates: those of "
+                    f"{left} parameters add up over the whole run"
+                ),
+                evidence={"cleared": group.cleared, "gradients": held, "never_cleared": left},
+                fix="optimizer.zero_grad(): it clears every parameter that the optimizer owns",
+            )
+        )
 
     def _half(self, update: Update, story: Story, habit: Habit) -> None:
         made = story.optimizer(update.optimizer).made

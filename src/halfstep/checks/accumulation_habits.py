@@ -24,6 +24,8 @@ class Habit:
     moved: Evidence = field(default_factory=lambda: Evidence(least=2))
     kept: Evidence = field(default_factory=lambda: Evidence(least=1, share=0.0))
     half: Evidence = field(default_factory=lambda: Evidence(least=1, share=0.0))
+    partly: Evidence = field(default_factory=lambda: Evidence(least=6, share=0.9))
+    held: int = 0  # gradients that the last attempt found
     closure: bool = False
     clears: list[tuple[int, Place | None]] = field(default_factory=list)  # the last few: seq, place
     usual_clear: Place | None = None  # the last that came after an attempt
@@ -86,14 +88,18 @@ class Habit:
             fix="optimizer.zero_grad() after each optimizer.step()",
         )
 
+    @property
+    def _gathered(self) -> tuple[Evidence, ...]:
+        return (self.zeroed, self.foreign, self.probed, self.moved, self.kept, self.half, self.partly)
+
     def firm(self) -> Iterator[Finding]:
-        for evidence in (self.zeroed, self.foreign, self.probed, self.moved, self.kept, self.half):
+        for evidence in self._gathered:
             yield from evidence.firm()
         if self.uncleared is not None and self.longest >= _PATIENCE:
             yield from self._tell_uncleared()
 
     def rest(self) -> Iterator[Finding]:
-        for evidence in (self.zeroed, self.foreign, self.probed, self.moved, self.kept, self.half):
+        for evidence in self._gathered:
             yield from evidence.rest()
         if self.uncleared is None or self.longest < 3:
             return

@@ -137,6 +137,8 @@ def fold(findings: list[Finding]) -> list[Finding]:
     """The findings without those that another of them explains."""
     if any(f.rule == "poisoned-running-statistics" for f in findings):
         findings = _batch_or_statistics(findings)
+    empty = {f.at for f in findings if f.rule == "no-supervised-elements"}
+    findings = [f for f in findings if not (f.rule == "forward-overflow" and f.at in empty)]  # 0 / 0 there
     present = {f.rule for f in findings}
     if any(f.rule in _SPREADS and f.evidence.get("grew") for f in findings):
         present -= _GROWTH  # what overflows when values grow is a consequence
