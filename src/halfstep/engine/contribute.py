@@ -245,6 +245,7 @@ class Contributor:
         create_graph: bool,
         examples: int | None,
         micro_batch: int,
+        grouped: bool,
     ) -> Contribution:
         """Add one contribution to the gradients and to the ledger."""
         live = [i for i, factor in enumerate(factors) if not (isinstance(factor, float) and factor == 0.0)]
@@ -260,7 +261,7 @@ class Contributor:
             None if only is None else frozenset(map(id, only)),
         )
         if not live:
-            self.replicas.nothing()
+            self.replicas.nothing(grouped=grouped)
             self.ledger.pending.append(contribution)
             return contribution
         sight: graph.Sight | None = None

@@ -54,7 +54,9 @@ class MixedPrecisionManager(Records):
                         the loss scale, used under fp16: torch's own policy (2^16, ×2 after 2000 updates, ×0.5 on
                         overflow); ``dynamic=False`` keeps ``init_scale``
     ``min_scale``       a floor for it: the third overflow in a row that cannot lower it any more raises
-    ``replicas``        who else contributes; None: one process
+    ``replicas``        who else contributes; None: what the model given to ``groups`` or ``step`` shows; for others a
+                        process group or a mesh dimension; the wrapped model, where weights come outside ``groups``;
+                        1 for a process that trains for itself
     ``monitor``         keep the gradient norm of every parameter and update (they come from the clipping pass)
     ``record``          where the journal of updates goes besides memory: a directory (``journal.jsonl``), or a function
                         that is called with every plain row
@@ -210,6 +212,7 @@ class MixedPrecisionManager(Records):
             create_graph=create_graph,
             examples=examples,
             micro_batch=micro_batch,
+            grouped=group is not None,
         )
         order.contributed(contribution.empty)
 

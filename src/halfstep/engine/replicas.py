@@ -38,7 +38,11 @@ from halfstep.errors import MisuseError, UnsupportedError
 
 
 class Replicas:
-    """The replicas of one manager. ``declared``: as given to it (None: what the model shows; 1: none but this)."""
+    """The replicas of one manager.
+
+    ``declared``, as given to it: None (what the model shows, once it is seen), a process group, a mesh of one
+    dimension, a wrapped model, or 1: none but this process.
+    """
 
     def __init__(self, declared: Any = None) -> None:
         self.degree = 1
@@ -53,8 +57,9 @@ class Replicas:
         self.policy = 0
         self.settle: Callable[[], None] = lambda: None
         """Bring the books up to date: called before a lost rank is told."""
-        self._alone = type(declared) is int
-        self._declared = declared_link(None if self._alone else declared)
+        self._alone = type(declared) is int and declared == 1
+        model = declared if isinstance(declared, nn.Module) else None
+        self._declared = declared_link(None if self._alone or model is not None else declared)
         self._links: tuple[Link, ...] = ()
         self._met: dict[tuple[int, ...], tuple[list[Any], Layout]] = {}
         if self._declared is not None:
@@ -62,6 +67,8 @@ class Replicas:
             self.degree = self.averaging = len(collectives.members(self._declared))
             self.backend, self.how = "declared", "declared: a process group of its own"
             self.local = False
+        if model is not None:
+            self.meet((model,))
 
     @property
     def alone(self) -> bool:
@@ -100,8 +107,8 @@ class Replicas:
         if self.local and not self._alone and not self._met and collectives.world() > 1:
             raise MisuseError(
                 f"{what}, in a process group of {collectives.world()} ranks, before it is known who the replicas are",
-                "manager.groups(…, model=model) with the wrapped model, or MixedPrecisionManager(replicas=…) with the "
-                "process group of the replicas; replicas=1 where this process trains for itself",
+                "manager.groups(…, model=model) with the wrapped model, or MixedPrecisionManager(replicas=model); "
+                "replicas=1 where this process trains for itself",
             )
 
     def wrappers(self, model: nn.Module | None = None) -> list[Wrapper]:
@@ -173,7 +180,12 @@ class Replicas:
         for wrapper in self.wrappers():
             wrapper.done()
 
-    def nothing(self) -> None:
+    def nothing(self, *, grouped: bool) -> None:
+        if not grouped and not self.local and not self._met:
+            raise MisuseError(
+                "a contribution of weight 0 came before the wrapped model is known: other ranks may wait for it",
+                "MixedPrecisionManager(replicas=model), or manager.groups(…, model=model)",
+            )
         for wrapper in self.wrappers():
             wrapper.nothing()
 

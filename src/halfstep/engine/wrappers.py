@@ -136,9 +136,19 @@ class Ddp(Wrapper):
 
     def done(self) -> None:
         super().done()
+        if self.exchanged:
+            self._rebuild()
+
+    def nothing(self) -> bool:
+        fed = super().nothing()
+        if fed:
+            self._rebuild()
+        return fed
+
+    def _rebuild(self) -> None:
         # After its first exchange a reducer rebuilds its buckets, a collective, at the next forward. On a rank whose
         # last micro-batches weigh nothing that forward is one of this group, on others one of the next: do it now.
-        if self.exchanged and self.module.reducer._rebuild_buckets():  # type: ignore[union-attr, operator]
+        if self.module.reducer._rebuild_buckets():  # type: ignore[union-attr, operator]
             self.module._has_rebuilt_buckets = True  # type: ignore[assignment]
 
     def hook(self) -> str | None:

@@ -89,6 +89,8 @@ def train(rank: int, world: int, run: Shared) -> dict[str, Any]:
     policy = {"precision": "fp32", "max_norm": 1.0} | run.policy
     if policy.get("replicas") == "world":
         policy["replicas"] = dist.group.WORLD
+    if policy.get("replicas") == "model":
+        policy["replicas"] = model
     manager = MixedPrecisionManager(**policy)
     rows: list[dict[str, Any]] = []
     parameters: list[list[Tensor]] = []

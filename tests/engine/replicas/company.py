@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PATIENCE = 20  # seconds a member waits for another
+PATIENCE = 8  # seconds a member waits for another
 CASES = "tests.engine.replicas.cases"
 
 

@@ -38,5 +38,5 @@ def test_company(company: Company) -> None:
 def test_ddp(company: Company, world: int, flow: str) -> None:
     run = Shared(net(), data(1, *[4] * world), flow=flow)
     if flow == "flat":
-        run.policy["replicas"] = "world"
+        run.policy["replicas"] = "model"
     assert_same(company, run)

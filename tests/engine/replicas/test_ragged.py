@@ -41,14 +41,14 @@ def test_other_numbers_of_micro_batches(company: Company, flow: str, options: di
 def test_last_contribution_supervises_nothing(company: Company, flow: str, options: dict[str, Any]) -> None:
     """Its features are NaN; the other replica's reducer waits for it."""
     epochs = [[batch(1), dead(2), batch(3), batch(4)], [batch(5), batch(6), batch(7), dead(8)]]
-    policy = {"replicas": "world"} if flow == "flat" else {}
+    policy = {"replicas": "model"} if flow == "flat" else {}
     assert_same(company, run_with(options, epochs, flow=flow, policy=policy))
 
 
 @pytest.mark.parametrize("flow", [*FLOWS, "flat"])
 def test_a_replica_that_supervises_nothing(company: Company, flow: str) -> None:
     epochs = [[dead(1), dead(2), dead(3), dead(4), batch(9)], [batch(5), batch(6), dead(7), dead(8), batch(10)]]
-    policy = {"replicas": "world"} if flow == "flat" else {}
+    policy = {"replicas": "model"} if flow == "flat" else {}
     results = assert_same(company, run_with({}, epochs, flow=flow, policy=policy, epochs=2))
     outcomes = [row["outcome"] for row in results[0]["rows"]]
     assert outcomes == ["applied", "empty", "applied"] * 2
@@ -83,7 +83,7 @@ def test_not_finite_on_one_replica(company: Company, flow: str, place: int) -> N
 
 @pytest.mark.parametrize("flow", ["ahead", "along", "flat"])
 def test_several_terms(company: Company, flow: str) -> None:
-    policy = {"replicas": "world"} if flow == "flat" else {}
+    policy = {"replicas": "model"} if flow == "flat" else {}
     assert_same(company, run_with({}, data(6, 4, 3), flow=flow, terms=2, policy=policy) if flow != "flat" else
                 run_with({}, data(6, 4, 4), flow=flow, terms=2, policy=policy))  # fmt: skip
 
