@@ -278,6 +278,21 @@ def test_half_parameters_are_widened_for_fp32() -> None:
     assert model.first.weight.dtype is torch.bfloat16
 
 
+def test_casts_that_the_model_writes_are_undone_for_fp32() -> None:
+    class Casts(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = torch.tanh(self.first(x)).to(torch.float16) * 1000
+            return self.head((hidden * hidden).float() * torch.ones(1, dtype=torch.float16))  # type: ignore[no-any-return]
+
+    torch.manual_seed(3)
+    model, batch = Casts(), examples()
+    found = halfstep.compare(model, loss_of, batch, precision="fp16")
+    exact = model.head((torch.tanh(model.first(batch[0])) * 1000).square())
+    assert found.full_loss == pytest.approx(F.cross_entropy(exact, batch[1]).item(), rel=1e-6)
+    assert found.overflow is not None
+    assert (found.overflow.operator, found.overflow.phase) == ("mul", "forward")
+
+
 class Everything(nn.Module):
     """Dropout, BatchNorm, an in-place operator, a module called twice, a checkpointed part."""
 

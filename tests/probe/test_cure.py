@@ -195,7 +195,7 @@ def test_a_lower_rate_for_the_layer_is_tried_on_copies(grown: bool) -> None:
     tried = remedy(found.cure(optimizer, updates=4, rate=0.01), "lower learning rate")
     assert tried.helps is not grown
     assert "after 4 updates" in tried.seen
-    assert ("too large already" in tried.seen) is grown
+    assert ("at either rate" in tried.seen) is grown
     assert ("body" in tried.what) or not grown
     assert not optimizer.state
     for name, value in model.state_dict().items():
@@ -269,9 +269,3 @@ def test_where_digits_are_lost_the_module_that_loses_them_becomes_the_island() -
     cure = found.cure()
     assert cure.line == 'manager.keep_fp32(model, "0")'
     assert remedy(cure, "BF16").helps is None
-
-
-def test_hand_written_casts_are_told_where_fp32_meets_them() -> None:
-    with pytest.raises(RuntimeError) as caught:
-        halfstep.compare(Net(), lambda m, b: loss_of(m, (b[0].bfloat16(), b[1])), examples())
-    assert "casts to half written by hand" in caught.value.__notes__[0]

@@ -52,7 +52,7 @@ class ModuleComparison:
         return max((d.error for d in (self.output, self.gradient, self.weights) if d is not None), default=0.0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """What :func:`compare` found. ``print`` it, or take ``as_dict()``; ``cure()`` tries remedies.
 
@@ -190,6 +190,9 @@ class Comparison:
         fields["underflow"] = self.underflow and {"operator": self.underflow[0], "share": self.underflow[1]}
         fields["modules"] = [asdict(m) for m in self.modules]
         return cast(dict[str, Any], plain(fields))
+
+    def __repr__(self) -> str:
+        return f"Comparison({self.precision}, {len(self.modules)} modules, {self.verdict!r})"
 
     def __str__(self) -> str:
         from halfstep.probe.shown import shown

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.errors import MisuseError
+from halfstep.probe.fp32 import Undone
 from halfstep.probe.trial import RandomState, lowest_dtype, unchanged
 from halfstep.probe.whole import mapped
 from halfstep.watch.exact import widened
@@ -67,15 +68,11 @@ class Passes:
             return self._run(region, scale, sights, self.batch if batch is None else batch)
 
     def full(self, *sights: Sight, batch: Any = None, scale: float = 1.0) -> Pass:
-        """A pass in FP32: no autocast, half parameters and inputs widened, no TF32."""
+        """A pass in FP32: no autocast, half parameters and inputs widened, casts to half undone, no TF32."""
         whole = self.batch if batch is None else batch
-        with self._alone(), _no_autocast(), _no_tf32():
+        with self._alone(), _no_autocast(), _no_tf32(), Undone():
             _widen(self.model)
-            try:
-                return self._run(contextlib.nullcontext(), scale, sights, mapped(whole, widened))
-            except RuntimeError as error:
-                error.add_note("halfstep ran this in FP32, with autocast off: casts to half written by hand stay")
-                raise
+            return self._run(contextlib.nullcontext(), scale, sights, mapped(whole, widened))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

@@ -40,12 +40,15 @@ class Remedy:
     line: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cure:
     """What :meth:`Comparison.cure` tried, in order of preference. ``print`` it; ``line`` is the code to paste."""
 
     remedies: tuple[Remedy, ...]
     note: str = ""
+
+    def __repr__(self) -> str:
+        return f"Cure({', '.join(f'{r.name}: {_HELPS[r.helps]}' for r in self.remedies) or self.note})"
 
     @property
     def best(self) -> Remedy | None:
@@ -186,7 +189,7 @@ def _region(trial: _Trial) -> Remedy:
         name,
         f"line {overflow.at.line} in FP32",
         after,
-        f"with manager.full_precision():  # around {place}, of x.float()",
+        f"with manager.full_precision():  # around {place}, its half-precision inputs by .float()",
     )
 
 
@@ -270,7 +273,7 @@ def _rate(trial: _Trial, optimizer: torch.optim.Optimizer | None, updates: int, 
     )
     helps: bool | None = _is_good(after) and not _is_good(as_it_is)
     if not _is_good(after):
-        seen += ": it is too large already; lower the rate from before it was"
+        seen += ": too large for half precision at either rate; lower it from before it was"
     elif not helps:
         seen += ": half precision can do either"
         helps = None if trial.found.to_blame is False else False
