@@ -226,7 +226,7 @@ def test_nothing_changes() -> None:
             torch.get_rng_state(),
             random.getstate(),
             manager.state_dict(random_state=True),
-            {k: v for k, v in manager.report().items() if k not in ("wall_seconds", "memory")},
+            {k: v for k, v in manager.report().items() if k not in ("wall_seconds", "memory", "preflights")},
         ]
 
     def loader() -> Any:  # draws for its order, as a shuffling loader does
@@ -235,7 +235,8 @@ def test_nothing_changes() -> None:
 
     before = everything()
     result = manager.preflight(model, optimizer, mean_loss, loader(), weight=live, scheduler=scheduler)
-    assert {"gradient"} == {row.check for row in result.failures}
+    assert result.failed == ("gradient",)
+    assert manager.report()["preflights"] == [{"passed": False, "failed": ["gradient"], "applied_updates": 0}]
     assert same(before, everything())
     assert next(model.parameters()).grad is kept
     assert all(p.grad is None for p in list(model.parameters())[1:])

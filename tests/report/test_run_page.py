@@ -34,10 +34,12 @@ def test_a_run_on_one_page() -> None:
                     out = model(x)
                 manager.backward(F.cross_entropy(out.float(), y))
             manager.step(model, optimizer)
+    manager.preflight(model, optimizer, lambda m, b: F.cross_entropy(m(b[0]).float(), b[1]), data[:2])
     manager.accept("as good as FP32")
     text = drawn(manager.report())
     for part in (
         "accepted: as good as FP32",
+        "preflight   passed after",
         "30 attempted",
         "m = 2, A = 2, D = 1: 4 examples an update",
         "100 elements, counted ahead; verified",

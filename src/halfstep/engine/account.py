@@ -7,6 +7,7 @@ import platform
 import sys
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +43,7 @@ class Account:
         self.example_sizes: dict[int, int] = {}
         self.update_sizes: dict[int, int] = {}
         self.accepted: dict[str, Any] | None = None
+        self.prepared: deque[dict[str, Any]] = deque(maxlen=16)
 
     def last_group(
         self, *, kept: bool, micro_batches: int, size: int, examples: int | None, ids: list[Any] | None
@@ -58,6 +60,10 @@ class Account:
         if not reason or not isinstance(reason, str):
             raise PolicyError(f"accept was given the reason {reason!r}", "say in words why the run is accepted")
         self.accepted = {"reason": reason, "applied_updates": self.applied}
+
+    def prepare(self, failed: Sequence[str]) -> None:
+        """A preflight was made; ``failed``: the checks that did not pass."""
+        self.prepared.append({"passed": not failed, "failed": list(failed), "applied_updates": self.applied})
 
     def counters(self) -> dict[str, Any]:
         return {
@@ -103,6 +109,7 @@ def report(manager: MixedPrecisionManager) -> dict[str, Any]:
         "record": RECORD,
         "status": "accepted" if account.accepted else status,
         "accepted": account.accepted,
+        "preflights": list(account.prepared),
         "policy": manager.policy(),
         "batch": {
             "m": None if examples is None or not size or examples % size else examples // size,

@@ -28,7 +28,8 @@ class Records:
 
     ``pickle``, ``copy.copy`` and ``copy.deepcopy`` give a manager of its own with the same settings and the state of
     ``state_dict()``, at an update boundary: counters, scale and its path, position, norms. Journal rows, metrics and
-    what it knew of models and optimizers stay behind; attributes of a subclass are copied.
+    what it knew of models and optimizers stay behind; attributes of a subclass are copied. Rows of the copy go where
+    those of the manager go.
     """
 
     _settings: dict[str, Any]
@@ -104,7 +105,8 @@ class Records:
         dimension 0; ``tolerance`` is that of :func:`halfstep.assert_same_update`. In a process group every rank runs
         its own share of one group: call it on all of them.
 
-        Nothing changes: parameters, gradients, buffers, modes, optimizer, scheduler, random state, this manager.
+        Nothing changes: parameters, gradients, buffers, modes, optimizer, scheduler, random state, this manager (its
+        record tells that a preflight was made).
         Optimizer and scheduler are copied, parameters and buffers held twice meanwhile; hooks on them run. Returns a
         :class:`halfstep.Preflight`, whose rows say what was checked; what ``loss_fn`` raises goes through.
         """

@@ -125,12 +125,17 @@ class Preflight:
                 lines += _wrapped(f"  {'':<11}{'':<13}", f"→ {row.fix}")
         return "\n".join(lines)
 
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """The checks that failed, those of other ranks with their rank."""
+        names = [row.check for row in self.failures]
+        names += [f"{check} on rank {rank.rank}" for rank in self.ranks for check in rank.failed if check not in names]
+        return tuple(names)
+
     def __repr__(self) -> str:
         if self.passed:
             return f"Preflight(passed: {len(self.rows)} checks)"
-        names = [row.check for row in self.failures]
-        names += [f"{check} on rank {rank.rank}" for rank in self.ranks for check in rank.failed if check not in names]
-        return f"Preflight(failed: {', '.join(names)})"
+        return f"Preflight(failed: {', '.join(self.failed)})"
 
 
 def _wrapped(head: str, text: str) -> list[str]:

@@ -53,7 +53,9 @@ def preflight(
     finally:
         restore_random_state(state)
         manager._order.witnesses.after()  # backward passes ran, and left nothing
-    return Preflight(tuple(rows), in_words(manager.policy()), others)
+    result = Preflight(tuple(rows), in_words(manager.policy()), others)
+    manager._account.prepare(result.failed)
+    return result
 
 
 def _share(flight: Flight, rows: list[Row]) -> ranks.Share:

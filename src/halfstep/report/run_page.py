@@ -56,7 +56,16 @@ def _facts(record: Mapping[str, Any]) -> Table:
         ("run", _run(record)),
     ):
         table.add_row(name, text)
+    if record.get("preflights"):
+        table.add_row("preflight", _preflight(record["preflights"][-1]))
     return table
+
+
+def _preflight(made: Mapping[str, Any]) -> str:
+    when = (
+        f"after {made['applied_updates']:,} applied updates" if made["applied_updates"] else "before the first update"
+    )
+    return f"passed {when}" if made["passed"] else f"failed {when}: {', '.join(made['failed'])}"
 
 
 def _updates(counters: Mapping[str, Any]) -> str:
