@@ -23,6 +23,7 @@ _PLACES = {
     "PolicyError": "halfstep.errors",
     "Preflight": "halfstep.probe.checklist",
     "RecordError": "halfstep.errors",
+    "ReplicaLostError": "halfstep.errors",
     "ScaleFloorError": "halfstep.errors",
     "UnsupportedError": "halfstep.errors",
     "Update": "halfstep.engine.update",

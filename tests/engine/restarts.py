@@ -1,11 +1,14 @@
 """One process of a run that is saved, ended and started again; what the tests of resuming on replicas start.
 
 torchrun --nproc-per-node 2 -m tests.engine.restarts whole FOLDER       # train without a break, saving on the way
-torchrun --nproc-per-node 2 -m tests.engine.restarts again FOLDER       # new processes, from what was saved
+torchrun --nproc-per-node 2 --max-restarts 1 -m tests.engine.restarts again FOLDER
+    # new processes, from what was saved; rank 1 is killed on the way, once, and torchrun starts both again
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,11 +27,11 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from halfstep import MixedPrecisionManager, tokens
 
 KINDS = ("ddp, one file a rank", "ddp, distributed checkpoint")
-STOP, END = 3, 8  # updates: in the middle of an epoch of 5, the last of them short; and in the next one
+STOP, KILLED, END = 3, 6, 8  # updates: in the middle of an epoch of 5, the last of them short; and in the next one
 EFFECTIVE = 8  # m = 2
 
 
-def build(kind: str) -> dict[str, Any]:
+def build(kind: str, record: Path | None = None) -> dict[str, Any]:
     """A run on as many replicas as there are processes, with the same examples in an update on any number of them."""
     degree, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     torch.manual_seed(0)
@@ -48,15 +51,15 @@ def build(kind: str) -> dict[str, Any]:
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20),
         "manager": MixedPrecisionManager(
-            precision="fp16" if own else "fp32", init_scale=2.0**20, growth_interval=2, max_norm=0.5
+            precision="fp16" if own else "fp32", init_scale=2.0**20, growth_interval=2, max_norm=0.5, record=record
         ),
         "loader": DataLoader(data, 2, sampler=sampler),
         "size": EFFECTIVE // 2 // degree,
     }
 
 
-def train(run: dict[str, Any], at_stop: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
-    """Train to END attempted updates in all -> a row for each after STOP, where ``at_stop`` is called."""
+def train(run: dict[str, Any], after: Callable[[int], None] = lambda update: None) -> list[dict[str, Any]]:
+    """Train to END attempted updates in all -> a row for each after STOP. ``after`` is called after each."""
     manager, rows = run["manager"], []
     weight = tokens(1, shift=False)
     while True:
@@ -70,8 +73,7 @@ def train(run: dict[str, Any], at_stop: Callable[[], None] = lambda: None) -> li
             update = manager.step(run["model"], run["optimizer"], run["scheduler"])
             if update.attempted_updates > STOP:
                 rows.append(update.as_dict())
-            if update.attempted_updates == STOP:
-                at_stop()
+            after(update.attempted_updates)
             if update.attempted_updates == END:
                 return rows
 
@@ -114,12 +116,19 @@ def result(run: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main(verb: str, folder: Path) -> None:
     dist.init_process_group("gloo")
     for kind in KINDS:
-        run = build(kind)
-        if verb == "whole":
-            rows = train(run, lambda run=run, kind=kind: save(run, kind, folder / kind))
-        else:
+        run = build(kind, folder / f"record of {verb}, {kind}")
+
+        def after(update: int, run: dict[str, Any] = run, kind: str = kind) -> None:
+            if verb == "whole" and update == STOP:
+                save(run, kind, folder / kind)
+            if verb == "again" and update == KILLED and kind == KINDS[0]:
+                dist.barrier()
+                if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        if verb == "again":
             load(run, kind, folder / kind)
-            rows = train(run)
+        rows = train(run, after)
         torch.save(result(run, rows), folder / f"{verb}, {kind}, {dist.get_rank()}")
     dist.destroy_process_group()
 

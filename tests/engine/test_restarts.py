@@ -1,7 +1,11 @@
-"""Law 8 on replicas: saved by two processes, continued by two new ones bit for bit, and by one within law 7."""
+"""Law 8 on replicas: saved by two processes, continued by two new ones bit for bit, and by one within law 7.
+
+On the way one of the new ones is killed; torchrun starts both again, and they go on from the checkpoint.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,17 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 from tests.engine import restarts
-from tests.engine.restarts import END, KINDS
+from tests.engine.restarts import END, KILLED, KINDS, STOP
 
 ROOT = Path(__file__).parents[2]
 
 
-def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def torchrun(verb: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     return subprocess.run(
-        [*launcher, *map(str, arguments)],
+        [sys.executable, *launcher, "-m", "tests.engine.restarts", verb, str(folder)],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # A store of its own for each start: gloo finds the addresses of the processes before in a shared one.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
         capture_output=True,
         text=True,
         timeout=300,
@@ -30,8 +35,9 @@ def torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
 @pytest.mark.processes
 def test_two_new_processes_continue_bit_for_bit_and_one_within_law_7(tmp_path: Path) -> None:
     for verb in ("whole", "again"):
-        done = torchrun("-m", "tests.engine.restarts", verb, tmp_path)
+        done = torchrun(verb, tmp_path)
         assert done.returncode == 0, done.stderr
+    assert "(SIGKILL)" in done.stderr or "exitcode: -9" in done.stderr
     for kind in KINDS:
         for rank in range(2):
             whole, again = (torch.load(tmp_path / f"{verb}, {kind}, {rank}") for verb in ("whole", "again"))
@@ -42,6 +48,12 @@ def test_two_new_processes_continue_bit_for_bit_and_one_within_law_7(tmp_path: P
     ranks = [torch.load(tmp_path / f"whole, {KINDS[0]}, {rank}") for rank in range(2)]
     assert ranks[0]["counters"]["skipped"] > 0  # the loss scale had moved
     assert ranks[0]["rows"] != ranks[1]["rows"]  # each has losses of its own
+    for name in ("journal.jsonl", "journal-rank1.jsonl"):  # whole up to the last update before the kill
+        lines = (tmp_path / f"record of again, {KINDS[0]}" / name).read_text().splitlines()
+        numbers = [(row["kind"], row["attempted_updates"]) for row in map(json.loads, lines) if row["kind"] != "note"]
+        resumed = [("resumed", STOP)]
+        first, last = ([("update", update) for update in range(STOP + 1, end + 1)] for end in (KILLED, END))
+        assert numbers == resumed + first + resumed + last
     for kind in KINDS[1:]:  # one process, A twice as large: the same examples in every update
         whole = torch.load(tmp_path / f"whole, {kind}, 0")
         run = restarts.build(kind)
