@@ -293,6 +293,15 @@ def test_casts_that_the_model_writes_are_undone_for_fp32() -> None:
     assert (found.overflow.operator, found.overflow.phase) == ("mul", "forward")
 
 
+def test_sparse_gradients_are_compared_as_what_they_are() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Flatten(), nn.Linear(12, 3))
+    batch = torch.randint(0, 9, (8, 2)), torch.randint(0, 3, (8,))
+    seen = halfstep.compare(model, loss_of, batch, precision="bf16").module("0").weights
+    assert seen is not None
+    assert 0 < seen.error < 0.1
+
+
 class Everything(nn.Module):
     """Dropout, BatchNorm, an in-place operator, a module called twice, a checkpointed part."""
 

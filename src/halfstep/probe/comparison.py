@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from halfstep.errors import PolicyError
+from halfstep.errors import PolicyError, counted
 from halfstep.events import plain
 from halfstep.probe.exponents import Exponents, Fit
 from halfstep.probe.modules import Difference
@@ -124,8 +124,8 @@ class Comparison:
         if self._agrees and self.starved:
             worst = self.module(self.starved[0])
             return (
-                f"precision is to blame: {len(self.starved)} modules lose up to {percent(worst.lost_norm)} of their "
-                f"gradient's norm to zero, most in {worst.name or 'the model itself'}"
+                f"precision is to blame: half precision turns up to {percent(worst.lost_norm)} of a gradient's norm to "
+                f"zero in {counted(len(self.starved), 'module')}, most in {worst.name or 'the model itself'}"
             )
         if not self.finite:
             return f"precision is to blame: {name} gives {_spoilt(self.loss, self.spoiled)}, FP32 is finite"

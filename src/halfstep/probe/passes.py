@@ -18,6 +18,7 @@ from halfstep.errors import MisuseError
 from halfstep.probe.fp32 import Undone
 from halfstep.probe.trial import RandomState, lowest_dtype, unchanged
 from halfstep.probe.whole import mapped
+from halfstep.watch.calls import devices
 from halfstep.watch.exact import widened
 from halfstep.watch.replay import bare
 from halfstep.watch.session import Session
@@ -60,19 +61,16 @@ class Passes:
         self.batch = batch
         self._start = RandomState()
 
-    def half(
-        self, region: AbstractContextManager[Any], scale: float, *sights: Sight, batch: Any = None, off: bool = False
-    ) -> Pass:
-        """A pass inside ``region``, the loss multiplied by ``scale``. ``off``: no autocast is entered within."""
-        with self._alone(), _no_autocast() if off else contextlib.nullcontext():
-            return self._run(region, scale, sights, self.batch if batch is None else batch)
+    def half(self, region: AbstractContextManager[Any], scale: float, *sights: Sight) -> Pass:
+        """A pass inside ``region``, the loss multiplied by ``scale``."""
+        with self._alone():
+            return self._run(region, scale, sights, self.batch)
 
-    def full(self, *sights: Sight, batch: Any = None, scale: float = 1.0) -> Pass:
+    def full(self, *sights: Sight, scale: float = 1.0) -> Pass:
         """A pass in FP32: no autocast, half parameters and inputs widened, casts to half undone, no TF32."""
-        whole = self.batch if batch is None else batch
         with self._alone(), _no_autocast(), _no_tf32(), Undone():
             _widen(self.model)
-            return self._run(contextlib.nullcontext(), scale, sights, mapped(whole, widened))
+            return self._run(contextlib.nullcontext(), scale, sights, mapped(self.batch, widened))
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -112,7 +110,8 @@ class Passes:
             # As scalers do, by a 0-dim FP32 factor: a half-precision loss becomes FP32 here, and half on the way back.
             root = loss.reshape(()) * torch.full((), scale, device=loss.device) if scale != 1.0 else loss.reshape(())
             taken = torch.autograd.grad(root, list(parameters.values()), allow_unused=True)
-        gradients = {n: g for n, g in zip(parameters, taken, strict=True) if g is not None}
+        found = ((n, g) for n, g in zip(parameters, taken, strict=True) if g is not None)
+        gradients = {n: g.to_dense() if g.is_sparse else g for n, g in found}
         if not gradients:
             raise MisuseError("no gradient reached a parameter of the model", "use the model that loss_fn is handed")
         return Pass(float(loss.detach()), root.detach(), gradients, scale, dtype)
@@ -147,20 +146,14 @@ def _no_autocast() -> Iterator[None]:
             torch.set_autocast_enabled(self.device, False)  # leaving puts back what was on before, as ever
         return result
 
-    kinds = {torch.device(d).type for d in _devices()}
     with contextlib.ExitStack() as stack:
-        for kind in kinds:
+        for kind in devices():
             stack.enter_context(torch.autocast(kind, enabled=False))
         torch.autocast.__enter__ = entered  # type: ignore[method-assign]
         try:
             yield
         finally:
             torch.autocast.__enter__ = enter  # type: ignore[method-assign]
-
-
-def _devices() -> tuple[str, ...]:
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return ("cpu",) if device is None else ("cpu", device.type)
 
 
 @contextlib.contextmanager
