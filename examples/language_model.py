@@ -235,6 +235,7 @@ def options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--updates", type=int, help="default: 120; 20 if small; 6 if quick")
     parser.add_argument("--seed", type=int, default=0, help="of weights and order (default: %(default)s)")
     parser.add_argument("--table", action="store_true", help="the same updates under seven splits; starts torchrun")
+    parser.add_argument("--brief", action="store_true", help="leave the record out at the end")
     parser.add_argument("--checkpoint", type=Path, help="save there at every validation; go on from it where it exists")
     parser.add_argument("--record", type=Path, help="a folder for the journal of every update")
     parser.add_argument("--json", type=Path, help="write what was reached, and the records, there")
@@ -265,7 +266,7 @@ def table(chosen: argparse.Namespace) -> list[dict[str, Any]]:
         micro_batches = [split.m for split in TABLE if (split.effective, split.D) == (effective, replicas)]
         with tempfile.TemporaryDirectory() as folder:
             found = Path(folder) / "runs.json"
-            own = ["--effective", effective, "--micro-batch", *micro_batches, "--json", found]
+            own = ["--effective", effective, "--micro-batch", *micro_batches, "--brief", "--json", found]
             subprocess.run([str(word) for word in [*python, __file__, *common, *own]], check=True)
             runs += json.loads(found.read_text())["runs"]
     return runs
@@ -290,7 +291,7 @@ def main(arguments: list[str] | None = None) -> int:
         if distributed:
             dist.destroy_process_group()
     if first:
-        conclude(runs, table=chosen.table)
+        conclude(runs, table=chosen.table, brief=chosen.brief)
         if chosen.json:
             chosen.json.parent.mkdir(parents=True, exist_ok=True)
             chosen.json.write_text(json.dumps({"seed": chosen.seed, "runs": runs}, indent=1) + "\n")

@@ -54,15 +54,17 @@ class Progress:
             self._bar.update(self._task, completed=done, description=words)
 
 
-def conclude(runs: Sequence[dict[str, Any]], *, table: bool) -> None:
-    """The table where several splits were asked for, else the record of the run."""
+def conclude(runs: Sequence[dict[str, Any]], *, table: bool, brief: bool) -> None:
+    """The table where several splits were asked for, else the record of the run, unless ``brief``."""
     console = Console(highlight=False)
     if table or len(runs) > 1:
         console.print(split_table(runs))
         return
     (run,) = runs
-    show_run(run["record"], console)
-    console.print(f"\nheld out: {run['bits_per_byte']:.3f} bits a byte; {run['seconds']:.0f} s in all")
+    if not brief:
+        show_run(run["record"], console)
+        console.print()
+    console.print(f"held out: {run['bits_per_byte']:.3f} bits a byte; {run['seconds']:.0f} s in all")
 
 
 def split_table(runs: Sequence[dict[str, Any]]) -> Table:
