@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,8 @@ from halfstep import PolicyError
 from halfstep.cli import main
 from halfstep.engine.precision import native
 from halfstep.probe import bench as module
-from halfstep.probe.bench import OPERATIONS, Bench, Operation, bench, region
+from halfstep.probe.bench import Bench, bench, region
+from halfstep.probe.operations import ODD, OPERATIONS, Operation
 
 
 class Clock:
@@ -29,7 +31,7 @@ class Clock:
 
 
 def operations(clock: Clock, cost: Callable[[str, str], float], *, broken: str = "") -> list[Operation]:
-    """The three operations, eight times dearer with each size; ``cost(operation, precision)`` of the smallest."""
+    """The operations, eight times dearer with each size; ``cost(operation, precision)`` of the smallest."""
 
     def made(operation: Operation) -> Operation:
         def make(size: Any, device: torch.device) -> Callable[[], None]:
@@ -45,7 +47,7 @@ def operations(clock: Clock, cost: Callable[[str, str], float], *, broken: str =
 
             return run
 
-        return Operation(operation.name, operation.sizes, operation.shape, operation.flops, make)
+        return dataclasses.replace(operation, make=make)
 
     return [made(operation) for operation in OPERATIONS]
 
@@ -78,7 +80,7 @@ def test_the_smallest_size_is_always_run_and_the_budget_bounds_the_rest() -> Non
     found, clock = measured(lambda *_: 1.0, seconds=1.0)
     assert {index for _, _, index in clock.ran} == {0}
     assert all(cell.seconds.keys() == {0} for cell in found.cells)
-    assert len(clock.ran) == 2 * 9  # once to warm up, once to measure
+    assert len(clock.ran) == 2 * 12  # once to warm up, once to measure
     for seconds in (5.0, 40.0):
         _, clock = measured(lambda *_: 1e-5, seconds=seconds)
         assert clock.now <= seconds
@@ -94,6 +96,32 @@ def test_the_choice_is_the_fastest_but_bf16_where_they_are_near(bf16: float, fp1
     assert found.choice == choice
     assert found.advice()[0].startswith(f"{choice}:")
     assert found.gain("bf16") == pytest.approx(bf16)
+
+
+def test_shapes_that_gain_less_are_told() -> None:
+    def cost(operation: str, precision: str) -> float:
+        return 1e-4 * (3.0 if precision == "bf16" and operation == ODD else 1.0) / (2.0 if precision == "bf16" else 1.0)
+
+    found, _ = measured(cost)
+    assert found.gain("bf16") == pytest.approx(2.0)  # the odd products are no part of it
+    assert "products of 2047 cost 3.0 times those of 2048 in bf16" in "\n".join(found.advice())
+    clock = Clock()
+    flat = operations(clock, cost)
+
+    def slow_at_first(operation: Operation) -> Operation:
+        def make(size: Any, device: torch.device) -> Callable[[], None]:
+            run = operation.make(size, device)
+
+            def slower() -> None:
+                run()
+                clock.now += 1e-3 if size == operation.sizes[0] and torch.is_autocast_enabled("cpu") else 0.0
+
+            return slower
+
+        return dataclasses.replace(operation, make=make)
+
+    *_, found = bench("cpu", 40.0, clock=clock, operations=[slow_at_first(operation) for operation in flat])
+    assert "small tensors gain less: 0.1 times" in "\n".join(found.advice())
 
 
 def test_a_busy_machine_is_no_reason_to_choose() -> None:
@@ -147,7 +175,7 @@ def test_the_real_operations_once(tmp_path: Path, capsys: pytest.CaptureFixture[
     found = json.loads((tmp_path / "bench.json").read_text())
     assert found["complete"]
     assert found["auto"] == native("cpu")
-    assert {row["operation"] for row in found["rows"]} == {"matmul", "convolution", "attention"}
+    assert {row["operation"] for row in found["rows"]} == {"matmul", ODD, "convolution", "attention"}
     assert all(row["seconds"] > 0 for row in found["rows"] if "seconds" in row)
 
 
@@ -170,5 +198,5 @@ def test_operations_compute_in_the_precision_that_is_named(operation: Operation)
         run = operation.make(operation.sizes[0], torch.device("cpu"))
         with region(precision, torch.device("cpu")), Products():
             run()
-        assert len(seen) >= 3 if operation.name == "matmul" else len(seen) >= 2
+        assert len(seen) >= 3 if "matmul" in operation.name else len(seen) >= 2
         assert set(seen) == {dtype}

@@ -71,7 +71,7 @@ def _show(found: Measured) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from halfstep.probe.bench import OPERATIONS
+    from halfstep.probe.operations import OPERATIONS
 
     if sys.stderr.isatty():
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)

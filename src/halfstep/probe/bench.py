@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from halfstep.engine.precision import accelerator_type, native
 from halfstep.errors import PolicyError
 from halfstep.events import plain
+from halfstep.probe.operations import ODD, OPERATIONS, Operation, Run, operation_of
 
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,23 +25,6 @@ ENOUGH = 0.25  # seconds of one run, beyond which larger sizes tell nothing new
 REPEATS = 30  # of the fastest runs; others on the machine only ever make one slower
 SHORT = 0.3  # seconds that repeating one size may take, three runs apart
 STEP = 12.0  # from one size to the next an operation costs about 8 times more; emulated ones rather more
-
-Size = tuple[int, ...]
-Run = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Operation:
-    """Something that networks spend their time in, in several sizes, each about 8 times the one before."""
-
-    name: str
-    sizes: tuple[Size, ...]
-    shape: Callable[[Size], str]
-    """A size in words."""
-    flops: Callable[[Size], float]
-    """Of forward and backward."""
-    make: Callable[[Size, torch.device], Run]
-    """One forward and backward with FP32 inputs, as a training loop has them under autocast."""
 
 
 @dataclass(frozen=True)
@@ -72,18 +54,18 @@ class Bench:
     def cell(self, operation: str, precision: str) -> Cell | None:
         return next((c for c in self.cells if (c.operation, c.precision) == (operation, precision)), None)
 
-    def speed(self, operation: str, precision: str) -> tuple[float, int] | None:
-        """(how many times faster than FP32, at which size): the largest that both have run."""
+    def speed(self, operation: str, precision: str, *, smallest: bool = False) -> tuple[float, int] | None:
+        """(how many times faster than FP32, at which size): the largest that both have run, or the smallest."""
         one, full = self.cell(operation, precision), self.cell(operation, "fp32")
-        common = sorted(one.seconds.keys() & full.seconds.keys()) if one and full else []
+        common = sorted(one.seconds.keys() & full.seconds.keys(), reverse=not smallest) if one and full else []
         if not common or one is None or full is None:
             return None
-        return full.seconds[common[-1]] / one.seconds[common[-1]], common[-1]
+        return full.seconds[common[0]] / one.seconds[common[0]], common[0]
 
-    def gain(self, precision: str) -> float | None:
+    def gain(self, precision: str, *, smallest: bool = False) -> float | None:
         """Times faster than FP32, the geometric mean over the operations; None unless all of them were measured."""
-        names = [operation.name for operation in OPERATIONS]
-        speeds = [self.speed(name, precision) for name in names]
+        names = [operation.name for operation in OPERATIONS if operation.counted]
+        speeds = [self.speed(name, precision, smallest=smallest) for name in names]
         known = [found[0] for found in speeds if found is not None]
         return statistics.geometric_mean(known) if len(known) == len(names) else None
 
@@ -138,6 +120,7 @@ class Bench:
         else:
             scale = ", with a loss scale" if choice == "fp16" else ", without a loss scale"
             told.append(f'{choice}: {_times(gains[choice])} fp32 on the whole{scale}: precision="{choice}"')
+            told += self._shapes(choice)
         for name in HALVES:
             gain = gains.get(name)
             if gain is not None and gain < 0.5:
@@ -155,12 +138,34 @@ class Bench:
             told.append(f'precision="auto" takes {self.auto} on this device: {same}')
         return told
 
+    def _shapes(self, precision: str) -> list[str]:
+        """What of the gain hangs on the shapes of tensors."""
+        told: list[str] = []
+        gain, small = self.gain(precision), self.gain(precision, smallest=True)
+        if gain is not None and small is not None and small < 0.7 * gain:
+            told.append(
+                f"small tensors gain less: {small:.1f} times as fast at the smallest sizes, where the time goes into "
+                "starting operators and casting; larger micro-batches help"
+            )
+        even, odd = self.cell("matmul", precision), self.cell(ODD, precision)
+        common = even.seconds.keys() & odd.seconds.keys() if even and odd else set()
+        if even is not None and odd is not None and common:
+            size = max(common)
+            more = odd.seconds[size] / even.seconds[size]
+            if more > 1.25:
+                sides = [operation_of(name).sizes[size][0] for name in (ODD, "matmul")]
+                told.append(
+                    f"keep widths multiples of 8: products of {sides[0]} cost {more:.1f} times those of {sides[1]} in "
+                    f"{precision} (pad the vocabulary, too)"
+                )
+        return told
+
     def as_dict(self) -> dict[str, Any]:
         """Plain and JSON-able."""
         rows = []
         for cell in self.cells:
             speed = self.speed(cell.operation, cell.precision)
-            operation = _operation(cell.operation)
+            operation = operation_of(cell.operation)
             for size, seconds in cell.seconds.items():
                 rows.append(
                     {
@@ -315,81 +320,3 @@ def _processor() -> str:
 
 def _times(gain: float | None) -> str:
     return "" if gain is None else f"{gain:.1f} times as fast as"
-
-
-# --- operations ---
-
-
-def _leaf(*shape: int, device: torch.device) -> Tensor:
-    """FP32 values of size about 1, without a generator."""
-    count = 1
-    for length in shape:
-        count *= length
-    return torch.linspace(-1.0, 1.0, count, device=device).sin_().reshape(shape).requires_grad_()
-
-
-def _both_ways(forward: Callable[[], Tensor], leaves: Sequence[Tensor]) -> Run:
-    seeds: list[Tensor] = []
-
-    def run() -> None:
-        out = forward()
-        if not seeds:
-            seeds.append(torch.ones_like(out))
-        torch.autograd.backward(out, seeds[0])
-        for leaf in leaves:
-            leaf.grad = None
-
-    return run
-
-
-def _matmul(size: Size, device: torch.device) -> Run:
-    left, right = _leaf(size[0], size[0], device=device), _leaf(size[0], size[0], device=device)
-    return _both_ways(lambda: F.linear(left, right), (left, right))
-
-
-def _convolution(size: Size, device: torch.device) -> Run:
-    batch, channels, side = size
-    images, kernel = _leaf(batch, channels, side, side, device=device), _leaf(channels, channels, 3, 3, device=device)
-    return _both_ways(lambda: F.conv2d(images, kernel, padding=1), (images, kernel))
-
-
-def _attention(size: Size, device: torch.device) -> Run:
-    batch, heads, length = size
-    wide = heads * 64
-    tokens, weights = _leaf(batch, length, wide, device=device), _leaf(3 * wide, wide, device=device)
-
-    def forward() -> Tensor:
-        # From one projection, as in a network: autocast casts its inputs there, and attention follows in half.
-        query, key, value = F.linear(tokens, weights / wide).view(batch, length, 3, heads, 64).permute(2, 0, 3, 1, 4)
-        return F.scaled_dot_product_attention(query, key, value)
-
-    return _both_ways(forward, (tokens, weights))
-
-
-OPERATIONS = (
-    Operation(
-        "matmul",
-        tuple((128 * 2**k,) for k in range(7)),
-        lambda s: f"{s[0]} × {s[0]} × {s[0]}",
-        lambda s: 6.0 * s[0] ** 3,
-        _matmul,
-    ),
-    Operation(
-        "convolution",
-        ((2, 16, 16), (4, 32, 16), (4, 64, 28), (8, 64, 56), (16, 128, 56), (32, 256, 56)),
-        lambda s: f"{s[0]} × {s[1]} channels × {s[2]}²",
-        lambda s: 6.0 * 9 * s[0] * s[1] ** 2 * s[2] ** 2,
-        _convolution,
-    ),
-    Operation(
-        "attention",
-        ((1, 2, 64), (1, 4, 128), (2, 8, 256), (4, 12, 512), (8, 16, 1024), (16, 16, 2048)),
-        lambda s: f"{s[0]} × {s[1]} heads × {s[2]} tokens",
-        lambda s: 12.0 * s[0] * s[1] * s[2] ** 2 * 64 + 18.0 * s[0] * s[2] * (s[1] * 64) ** 2,
-        _attention,
-    ),
-)
-
-
-def _operation(name: str) -> Operation:
-    return next(operation for operation in OPERATIONS if operation.name == name)
