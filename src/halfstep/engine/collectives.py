@@ -6,6 +6,7 @@ sharded dimensions): gathering over each gives the rows of all.
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Sequence
@@ -92,12 +93,13 @@ def number(word: int) -> float:
 
 
 @torch.no_grad()
-def average(parameters: Sequence[Tensor], links: Sequence[Link], replicas: int) -> None:
+def average(parameters: Sequence[Tensor], links: Sequence[Link]) -> None:
     """Replace every gradient by its mean over the replicas: what a reducer does during the last backward.
 
     A parameter that has a gradient on some replica counts as zero on those where it has none; one without any keeps
     none. Averaging what is equal on all changes nothing, so parts that were exchanged before stay right.
     """
+    replicas = math.prod(dist.get_world_size(link) for link in links)
     held = gather([int(p.grad is not None) for p in parameters], links)
     chosen = [p for p, column in zip(parameters, zip(*held, strict=True), strict=True) if any(column)]
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}

@@ -284,9 +284,13 @@ class Contributor:
                     leaves = sight.leaves
                     if only is not None:
                         leaves = [leaf for leaf in leaves if any(leaf is other for other in only)]
+                    fed = bool(self.replicas.wrappers())  # a reducer would wait for what only a later term reaches
+                    retain = retain_graph or fed
                     self.buffers.backward(
-                        roots, seeds, live, leaves, only, retain_graph=retain_graph, create_graph=create_graph
+                        roots, seeds, live, leaves, only, retain_graph=retain, create_graph=create_graph, apart=fed
                     )
+                    if fed:
+                        self.replicas.nothing(grouped=True)
                 else:
                     torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=only)
         except BaseException:

@@ -131,6 +131,8 @@ class Group(Generic[Batch]):
         replicas = self._manager.replicas
         self.opening, self.weights = opening, opening.weights
         missing = opening.longest - self.own if replicas.sharded else 0
+        if replicas.sharded:
+            opening.require_spare()
         if missing:
             self._batches += [spare] * missing
             self.example_counts += [0] * missing

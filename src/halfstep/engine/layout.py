@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from halfstep.engine import collectives
+from halfstep.engine import collectives, fsdp
 from halfstep.engine.collectives import Link
 from halfstep.engine.wrappers import Ddp, Wrapper
 from halfstep.errors import MisuseError, PolicyError, UnsupportedError
@@ -22,7 +22,7 @@ class Layout:
     """``links`` reach the ranks whose gradients are averaged; empty: there are none."""
 
     degree: int = 1
-    averaging: int = 1
+    averaging: float = 1
     links: tuple[Link, ...] = ()
     wrappers: list[Wrapper] = field(default_factory=list)
     backend: str = "one process"
@@ -61,10 +61,14 @@ def declared_link(replicas: Any) -> Link | None:
 def infer(modules: Sequence[nn.Module], declared: Link | None, known: Sequence[Wrapper]) -> Layout:
     """Look through a model for what exchanges its gradients. ``known``: wrappers of models seen before."""
     wrappers: list[Wrapper] = []
+    for module in fsdp.roots(modules):
+        seen = next((w for w in known if w.module is module), None)
+        wrappers.append(fsdp.Fsdp(module) if seen is None else seen)
     for module in dict.fromkeys(inner for root in modules for inner in root.modules()):
         seen = next((w for w in known if w.module is module), None)
         if seen is not None:
-            wrappers.append(seen)
+            if seen not in wrappers:
+                wrappers.append(seen)
         elif isinstance(module, DistributedDataParallel):
             wrappers.append(Ddp(module))
         elif isinstance(module, DataParallel):
@@ -96,14 +100,19 @@ def _wrapped(modules: Sequence[nn.Module], wrappers: list[Wrapper], declared: Li
                 f"parts of one model exchange their gradients over different ranks: {_words(first)}, {_words(other)}",
                 "wrap all its parts over the same ranks",
             )
+    if len({wrapper.sharded for wrapper in wrappers}) > 1:
+        raise UnsupportedError(
+            f"one part of the model is wrapped in {first.kind}, another in {wrappers[-1].kind}",
+            "one way for the whole model: fully_shard on a mesh (replicate × shard) replicates and shards",
+        )
     inside = {id(p) for wrapper in wrappers for p in wrapper.module.parameters()}
     bare = [n for root in modules for n, p in root.named_parameters() if p.requires_grad and id(p) not in inside]
-    if bare and first.averaging > 1:
+    if bare and first.members > 1:
         raise MisuseError(
             f"{len(bare)} trainable parameters are in no wrapper, their gradients stay local: {', '.join(bare[:6])}",
             f"wrap the whole model in {first.kind}",
         )
-    degree = first.averaging if declared is None else len(collectives.members(declared))
+    degree = first.members if declared is None else len(collectives.members(declared))
     how = "inferred from " if declared is None else "declared; R inferred from "
     layout = Layout(degree, first.averaging, first.links, wrappers, first.kind, how + _words(first))
     for wrapper in wrappers:

@@ -68,7 +68,7 @@ class Share:
     @property
     def micro_batches(self) -> int:
         if len(self.contributions) == 1:
-            return 1
+            return int(not self.contributions[0].filler)
         return len({c.micro_batch for c in self.contributions if not c.filler})
 
     @property

@@ -214,6 +214,7 @@ class MixedPrecisionManager(Records):
             micro_batch=micro_batch,
             grouped=group is not None,
         )
+        contribution.filler = group is not None and group.filling
         order.contributed(contribution.empty)
 
     def grad(self, outputs: Any, inputs: Any, **torch_kwargs: Any) -> tuple[Tensor | None, ...]:

@@ -20,7 +20,7 @@ from halfstep.engine.precision import HALVES, Precision
 from halfstep.engine.rows import Closing
 from halfstep.engine.verification import Verification
 from halfstep.engine.witness import Witnesses
-from halfstep.errors import GroupError, MisuseError, counted
+from halfstep.errors import GroupError, MisuseError, UnsupportedError, counted
 
 
 class Order:
@@ -92,6 +92,12 @@ class Order:
         """What is pending on all replicas. A collective where W was not known before the group."""
         replicas, group = self.contributor.replicas, self.group
         apart = bool(self.contributor.buffers)
+        if apart and replicas.sharded:
+            raise UnsupportedError(
+                "several terms whose weights come with backward, on sharded parameters: their gradients are reduced in "
+                "backward, before the weights are known",
+                "give the weights ahead: manager.groups(loader, size, weight=…)",
+            )
         opening = None if group is None else group.opening
         if opening is not None and opening.weights is not None:
             local = group is None or group.apart

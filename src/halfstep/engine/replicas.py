@@ -46,7 +46,7 @@ class Replicas:
 
     def __init__(self, declared: Any = None) -> None:
         self.degree = 1
-        self.averaging = 1
+        self.averaging: float = 1
         self.backend = "one process"
         self.how = "not distributed"
         self.local = True
@@ -64,7 +64,8 @@ class Replicas:
         self._met: dict[tuple[int, ...], tuple[list[Any], Layout]] = {}
         if self._declared is not None:
             self._links = (self._declared,)
-            self.degree = self.averaging = len(collectives.members(self._declared))
+            self.degree = len(collectives.members(self._declared))
+            self.averaging = self.degree
             self.backend, self.how = "declared", "declared: a process group of its own"
             self.local = False
         if model is not None:
@@ -222,11 +223,11 @@ class Replicas:
     def exchanged(self) -> bool:
         """Whether what is in the gradients here has been exchanged."""
         wrappers = self.wrappers()
-        return bool(wrappers) and all(wrapper.exchanged for wrapper in wrappers)
+        return bool(wrappers) and all(wrapper.exchanged or wrapper.sharded for wrapper in wrappers)
 
     def average(self, parameters: Sequence[Tensor]) -> None:
         with self.answered("gradients"):
-            collectives.average(parameters, self._links, self.averaging)
+            collectives.average(parameters, self._links)
 
     def gather(self, row: Sequence[int]) -> list[list[int]]:
         with self.answered("counts"):
@@ -252,6 +253,8 @@ class Replicas:
         facts: dict[str, Any] = {"D": self.degree, "R": self.averaging, "backend": self.backend}
         if not self.local:
             facts |= {"how": self.how, "rank": collectives.rank(), "unverified": list(self.notes)}
+            sharding = [wrapper.dtypes for wrapper in self.wrappers() if wrapper.sharded]
+            facts |= {"sharding": sharding[0]} if sharding else {}
         return facts
 
 

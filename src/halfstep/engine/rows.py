@@ -92,6 +92,17 @@ class Opening:
     def uneven(self) -> bool:
         return any(share.micro_batches != self.longest for share in self.shares)
 
+    def require_spare(self) -> None:
+        """Raise where a replica has too few micro-batches, and none to go through again to keep the others company."""
+        bare = [s.rank for s in self.shares if s.micro_batches < self.longest and not s.micro_batches and not s.spare]
+        if bare:
+            raise MisuseError(
+                f"rank {bare[0]} has no micro-batch to go through, others have {self.longest}: each forward of a "
+                "sharded model is a collective, so that every rank has to run as many",
+                "give every rank data (a sampler for each replica); one that has less than others goes through its "
+                "last micro-batch again, at weight 0",
+            )
+
     @property
     def over(self) -> bool:
         """Whether no replica has anything left."""

@@ -31,8 +31,9 @@ class TermBuffers:
         *,
         retain_graph: bool | None,
         create_graph: bool,
+        apart: bool = False,
     ) -> None:
-        """Run one backward a term; term 0 adds to ``.grad``, term j to its buffers."""
+        """Run one backward a term; term 0 adds to ``.grad`` (unless it is kept ``apart``), term j to its buffers."""
         if create_graph:
             raise UnsupportedError(
                 "create_graph with several weighted terms whose weights are counted along",
@@ -40,7 +41,7 @@ class TermBuffers:
             )
         for position, (root, seed, term) in enumerate(zip(roots, seeds, terms, strict=True)):
             keep = retain_graph if position + 1 == len(roots) else True
-            if term == 0:
+            if term == 0 and not apart:
                 torch.autograd.backward(root, seed, keep, inputs=only)
                 continue
             sums = self._sums.setdefault(term, {})

@@ -20,8 +20,8 @@ Edge = tuple[GradientEdge, torch.Size, torch.dtype, torch.device]
 class Wrapper:
     """One module whose gradients are exchanged by ``kind``.
 
-    ``averaging`` is R, the ranks its gradients are averaged over; ``links`` reach them. ``exchanged``: whether what
-    is in the gradients now has been exchanged.
+    ``members`` ranks exchange its gradients, over ``links``, and divide them by ``averaging``: R, unless something
+    else was set. ``exchanged``: whether what is in the gradients now has been exchanged.
     """
 
     kind = ""
@@ -29,9 +29,12 @@ class Wrapper:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.averaging = 1
+        self.averaging: float = 1
+        self.members = 1
         self.links: tuple[Any, ...] = ()
         self.notes: list[str] = []
+        self.dtypes: dict[str, str] = {}
+        """The wrapper's own precision, where it has one."""
         self.exchanged = False
         self._edges: list[Edge] = []
         self._heard = False  # whether a forward was ever seen
@@ -104,7 +107,7 @@ class Ddp(Wrapper):
         super().__init__(module)
         link: Any = module.process_group
         self.links = (link,)
-        self.averaging = link.size()
+        self.averaging = self.members = link.size()
         self._before: bool | None = None
 
     def hold(self, exchange: bool, buffers: bool) -> None:

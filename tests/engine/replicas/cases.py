@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tests.engine.runs import IGNORED, MicroBatch, Net
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep.engine.manager import MixedPrecisionManager
@@ -38,7 +41,14 @@ class Shared:
     terms: int = 1
     lr: float = 0.1
     epochs: int = 1
-    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SGD
+    optimizer: str = "sgd"
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adamw": partial(torch.optim.AdamW, eps=1e-2),
+    "adamw fused": partial(torch.optim.AdamW, eps=1e-2, fused=True),
+}
 
 
 class Slim(Net):
@@ -50,7 +60,24 @@ class Slim(Net):
 
 
 def wrapped(run: Shared, net: nn.Module) -> nn.Module:
-    return DistributedDataParallel(net, **run.options) if run.wrap == "ddp" else net
+    """``wrap``: "ddp", "fsdp" (``options`` may name a mesh and its dimensions; the rest is fully_shard's), "none"."""
+    if run.wrap == "none":
+        return net
+    if run.wrap == "ddp":
+        return DistributedDataParallel(net, **run.options)
+    options = dict(run.options)
+    shape, factor = options.pop("mesh", (dist.get_world_size(),)), options.pop("factor", None)
+    names = ("dp",) if len(shape) == 1 else ("replicate", "shard")
+    if options.pop("policy", None):
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options["mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for part in (net.first, net.last, net):
+        fully_shard(part, **options)
+    for part in (net.first, net.last, net):
+        if factor is not None:
+            part.set_gradient_divide_factor(factor)
+            part.set_force_sum_reduction_for_comms(True)  # gloo knows no other way
+    return net
 
 
 def live(batch: MicroBatch) -> int:
@@ -85,7 +112,7 @@ def train(rank: int, world: int, run: Shared) -> dict[str, Any]:
     """The rows of all updates, the parameters after each, and the record."""
     net = copy.deepcopy(run.net)
     model = wrapped(run, net)
-    optimizer = run.optimizer(model.parameters(), lr=run.lr)
+    optimizer = OPTIMIZERS[run.optimizer](model.parameters(), lr=run.lr)
     policy = {"precision": "fp32", "max_norm": 1.0} | run.policy
     if policy.get("replicas") == "world":
         policy["replicas"] = dist.group.WORLD

@@ -58,5 +58,5 @@ def assert_same(company: Company, run: Shared, *, tolerance: float | None = None
     for number, twin in enumerate(updates):
         if twin.outcome == "applied" and run.flow != "plain":
             total = sum(result["rows"][number]["loss"] for result in results)
-            assert math.isclose(total, twin.loss, rel_tol=1e-4, abs_tol=1e-5)
+            assert math.isclose(total, twin.loss, rel_tol=max(1e-4, bound), abs_tol=1e-5)
     return results
