@@ -145,10 +145,10 @@ def test_a_script_that_makes_no_update_shows_its_own_words(ends):
 
 def test_the_criterion_can_be_a_number_that_the_script_prints(ends):
     _, home = ends["precision"]
-    runs = [read(side, home / "both" / side, "error") for side in ("own", "fp32", "jittered")]
-    assert [len(run.metrics["error"]) for run in runs] == [4, 4, 4]
-    assert judge(Criterion("error", 1e-5), *runs).blame == "precision"
-    assert judge(Criterion("error", 1e-3), *runs).blame == "not precision"
+    own, fp32, jittered = (read(side, home / "both" / side, "error") for side in ("own", "fp32", "jittered"))
+    assert [len(run.metrics["error"]) for run in (own, fp32, jittered)] == [4, 4, 4]
+    assert judge(Criterion("error", 1e-5), own, fp32, jittered=jittered).blame == "precision"
+    assert judge(Criterion("error", 1e-3), own, fp32, jittered=jittered).blame == "not precision"
 
 
 def test_ctrl_c_ends_all_and_tells_what_was_reached(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,8 +46,8 @@ def run(side, losses, *, halves=("float16",), outcomes=None, layers=None, data=N
     return account
 
 
-def verdict(own, fp32, jittered=None, **criterion):
-    return judge(Criterion(**criterion), own, fp32, jittered)
+def verdict(own, fp32, jittered=None, scaled=None, **criterion):
+    return judge(Criterion(**criterion), own, fp32, scaled, jittered)
 
 
 # -- who is to blame -----------------------------------------------------------------------------------------------
@@ -55,17 +56,17 @@ def verdict(own, fp32, jittered=None, **criterion):
 def test_the_same_within_rounding_is_not_precision():
     own = run("own", [loss * (1 + 1e-3 * (-1) ** k) for k, loss in enumerate(FALLING)])
     found = verdict(own, run("fp32", FALLING))
-    assert (found.blame, found.parted, found.open) == ("not precision", None, False)
+    assert (found.blame, found.parted, found.wanted) == ("not precision", None, None)
 
 
 def test_a_loss_that_stays_is_precision_once_chance_is_excluded():
     stuck = [max(loss, 1.0) for loss in FALLING]
     own, fp32 = run("own", stuck), run("fp32", FALLING)
     first = verdict(own, fp32)
-    assert (first.blame, first.open) == ("precision", True)
+    assert (first.blame, first.wanted) == ("precision", "jittered")
     near = run("jittered", [loss * 1.001 for loss in FALLING])
     found = verdict(own, fp32, near)
-    assert (found.blame, found.open) == ("precision", False)
+    assert (found.blame, found.wanted) == ("precision", None)
     assert "not chance" in found.words
     # The first update whose loss is further from FP32's than three times what random errors did, at least τ.
     allowed = [max(5e-3 * max(b, 0.1 * FALLING[0]), 3 * max(1e-3 * x for x in FALLING[: k + 1]))
@@ -87,9 +88,9 @@ def test_small_drift_is_left_to_the_third_run():
     """Within τ·√k all the way, yet a tenth apart at the end: weights in BF16 that lose small updates."""
     own = run("own", [loss + 0.3 * k / 60 for k, loss in enumerate(FALLING)], halves=("bfloat16",))
     fp32 = run("fp32", [2.0 + loss for loss in FALLING])
-    own.points = [Point(**{**{f: getattr(p, f) for f in Point.__slots__}, "loss": p.loss + 2.0}) for p in own.points]
+    own.points = [replace(point, loss=point.loss + 2.0) for point in own.points]
     found = verdict(own, fp32)
-    assert (found.blame, found.parted, found.open) == ("unknown", None, True)
+    assert (found.blame, found.parted, found.wanted) == ("unknown", None, "jittered")
     found = verdict(own, fp32, run("jittered", [2.0 + loss for loss in FALLING]))
     assert found.blame == "precision"
 
@@ -125,6 +126,20 @@ def test_a_scale_that_settles_is_not_to_blame():
     short = verdict(run("own", behind[:12], outcomes=skipped), run("fp32", FALLING[:12]))
     assert short.blame == "unknown"
     assert "compare more updates" in short.words
+
+
+def test_a_mishandled_scale_is_told_from_rounding():
+    slow = [2.0 * 0.99**k + 0.1 for k in range(60)]
+    found = {"rule": "clip-scaled-gradients", "severity": "error", "at": {"file": "/a/train.py", "line": 24}}
+    own, fp32 = run("own", slow, verdict={"findings": [found]}), run("fp32", FALLING)
+    assert verdict(own, fp32).wanted == "jittered"  # no scale was on
+    own.points = [replace(point, scale=1024.0) for point in own.points]
+    first = verdict(own, fp32)
+    assert (first.blame, first.wanted) == ("unknown", "scaled")
+    decided = verdict(own, fp32, scaled=run("scaled", slow))
+    assert (decided.blame, decided.wanted) == ("not precision", None)
+    assert "clip-scaled-gradients at train.py:24" in decided.words
+    assert verdict(own, fp32, scaled=run("scaled", FALLING)).wanted == "jittered"
 
 
 def test_skips_that_never_end_are_not_settling():

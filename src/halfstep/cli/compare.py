@@ -15,8 +15,9 @@ class Compare:
     description = """\
 Runs a script twice, each time in a process of its own and under the watch of `halfstep run`: as it is, then in FP32
 (autocast, scalers and casts to half undone; same seeds, same data), and says whether precision is to blame for what
-came of it, where the two part, and in which layer. Where FP32 ends better, a third run decides whether that is more
-than chance: FP32 with random errors as large as rounding's in every gradient.
+came of it, where the two part, and in which layer. Where FP32 ends better, a further run decides: whether that is more
+than chance (FP32 with random errors as large as rounding's in every gradient), and, where the doctor finds the loss
+scale mishandled, whether that explains it (FP32 with the scaler left on).
 
   halfstep compare --updates 200 train.py             the first 200 attempted updates of each
   halfstep compare train.py --epochs 3                options after the script are the script's
@@ -27,7 +28,7 @@ than chance: FP32 with random errors as large as rounding's in every gradient.
 
 What the script prints goes to files (--keep DIR keeps them), never among the report, which goes to stdout; progress to
 stderr. Every run writes what the script writes, the later over the earlier, unless the script asks the environment
-variable HALFSTEP_COMPARE, which says "own", "fp32" or "jittered".
+variable HALFSTEP_COMPARE, which says "own", "fp32", "scaled" or "jittered".
 
 exit status: 0 precision is not to blame; 3 it is; 4 it cannot be said; 2 for a wrong use; 130 after Ctrl-C, which ends
 all runs and compares what was reached."""
@@ -53,7 +54,7 @@ all runs and compares what was reached."""
         parser.add_argument("--keep", metavar="DIR", type=Path, help="keep what both runs printed and told")
         parser.add_argument("--json", metavar="FILE", type=Path, help="write the comparison as JSON")
         parser.add_argument("--html", metavar="FILE", type=Path, help="write the comparison as one HTML file")
-        parser.add_argument("--twice", action="store_true", help="never a third run, even where it would decide")
+        parser.add_argument("--twice", action="store_true", help="never a further run, even where it would decide")
         # One of the runs.
         parser.add_argument("--side", help=argparse.SUPPRESS)
         parser.add_argument("--told", type=Path, help=argparse.SUPPRESS)

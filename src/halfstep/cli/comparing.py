@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import sys
 import tempfile
@@ -19,8 +20,9 @@ from halfstep.launch import Target
 from halfstep.probe.criterion import Criterion
 from halfstep.probe.pair import Account, Process, read, wait
 from halfstep.probe.parting import TOLERANCES
-from halfstep.probe.side import SIDES, TOLD
-from halfstep.probe.verdict import judge
+from halfstep.probe.side import SIDES
+from halfstep.probe.verdict import Comparison, judge
+from halfstep.report.comparison import NAMES
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -65,21 +67,17 @@ def _compare(args: argparse.Namespace, criterion: Criterion, folder: Path) -> in
     from halfstep.report.comparison import show_comparison
     from halfstep.report.document import dump
 
-    for side in SIDES:
-        for old in (folder / side).glob("*"):  # of an earlier comparison kept there
-            old.unlink()
+    for side in SIDES:  # of an earlier comparison kept there
+        shutil.rmtree(folder / side, ignore_errors=True)
     stopped = None
     try:
         with _signals(), _progress(args.updates) as told:
             _run(args, folder, told)
-            comparison = judge(criterion, *_told(folder, criterion, 2))
-            if comparison.open and not args.twice:
-                size, updates = TOLERANCES[comparison.dtype], _limit(comparison.own, args.updates)
-                third = Process(SIDES[2], folder / SIDES[2], args.target, seed=args.seed, updates=updates, jitter=size)
-                wait([third], lambda: told([third]))
+            while not args.twice and (wanted := _judged(folder, criterion).wanted) is not None:
+                _further(args, folder, criterion, wanted, told)
     except Stopped as stop:
         stopped = stop.number
-    comparison = judge(criterion, *_told(folder, criterion, 3))
+    comparison = _judged(folder, criterion)
     status = STATUS[comparison.blame] if stopped is None else 128 + stopped
     doc = document(comparison, " ".join([args.target.value, *args.target.argv]), status)
     if args.json is not None:
@@ -97,9 +95,24 @@ def _compare(args: argparse.Namespace, criterion: Criterion, folder: Path) -> in
     return status
 
 
-def _told(folder: Path, criterion: Criterion, most: int) -> list[Account]:
-    sides = [side for side in SIDES[:most] if side != SIDES[2] or (folder / side / TOLD).exists()]
-    return [read(side, folder / side, criterion.metric) for side in sides]
+def _judged(folder: Path, criterion: Criterion) -> Comparison:
+    """What the runs that were made so far say."""
+    made = {side: read(side, folder / side, criterion.metric) for side in SIDES if (folder / side).is_dir()}
+    own, fp32 = made.get("own") or Account("own"), made.get("fp32") or Account("fp32")
+    return judge(criterion, own, fp32, made.get("scaled"), made.get("jittered"))
+
+
+def _further(
+    args: argparse.Namespace, folder: Path, criterion: Criterion, side: str, told: Callable[[list[Process]], None]
+) -> None:
+    """One more run, which decides; one that tells nothing is made once only."""
+    before = _judged(folder, criterion)
+    jitter = TOLERANCES[before.dtype] if side == "jittered" else 0.0
+    updates = _limit(before.own, args.updates)
+    process = Process(side, folder / side, args.target, seed=args.seed, updates=updates, jitter=jitter)
+    wait([process], lambda: told([process]))
+    if _judged(folder, criterion).wanted == side:
+        args.twice = True
 
 
 def _run(args: argparse.Namespace, folder: Path, told: Callable[[list[Process]], None]) -> None:
@@ -124,7 +137,7 @@ def _run(args: argparse.Namespace, folder: Path, told: Callable[[list[Process]],
     if not own.points:
         return  # wrong arguments, say: a second run would tell no more
     second = begin("fp32", _limit(own, args.updates))
-    wait([second], lambda: told([first, second]))
+    wait([second], lambda: told([second]))
 
 
 def _limit(own: Account, updates: int | None) -> int | None:
@@ -166,20 +179,24 @@ def _progress(updates: int | None) -> Iterator[Callable[[list[Process]], None]]:
 
 
 class _Bars:
+    """A bar a run; how far the first came is how far the others have to go, where nothing else says so."""
+
     def __init__(self, progress: Progress, updates: int | None) -> None:
         self._progress = progress
-        self._updates = updates
+        self._total = updates
+        self._first = 0
         self._tasks: dict[str, Any] = {}
 
     def __call__(self, processes: list[Process]) -> None:
         for process in processes:
             if process.side not in self._tasks:
-                name = {"own": "as it is", "fp32": "in FP32"}.get(process.side, "in FP32, jittered")
-                total = self._updates
-                if total is None and len(processes) > 1 and processes[0].is_over():
-                    total = processes[0].reached() or None
-                self._tasks[process.side] = self._progress.add_task(name, total=total)
-            self._progress.update(self._tasks[process.side], completed=process.reached())
+                if len(processes) == 1 and self._total is None:
+                    self._total = self._first or None
+                self._tasks[process.side] = self._progress.add_task(NAMES[process.side], total=self._total)
+            reached = process.reached()
+            if process.side == "own":
+                self._first = reached
+            self._progress.update(self._tasks[process.side], completed=reached)
 
 
 __all__ = ["STATUS", "compare"]

@@ -53,9 +53,9 @@ def document(comparison: Comparison, command: str, status: int) -> dict[str, Any
             "random_until": comparison.same.random,
         },
         "runs": {
-            "own": _run(comparison.own),
-            "fp32": _run(comparison.fp32),
-            **({} if comparison.jittered is None else {"jittered": _run(comparison.jittered)}),
+            account.side: _run(account)
+            for account in (comparison.own, comparison.fp32, comparison.scaled, comparison.jittered)
+            if account is not None
         },
         "compared": len(comparison.matched),
         "comparable": comparison.comparable,

@@ -53,13 +53,17 @@ def is_half(value: Any) -> bool:
     return value is torch.float16 or value is torch.bfloat16 or (isinstance(value, str) and value in _KINDS)
 
 
-def undo() -> Undone:
-    """Undo the half precision of what runs from now on in this process, for good (it is a process of its own)."""
+def undo(*, scalers: bool = True) -> Undone:
+    """Undo the half precision of what runs from now on in this process, for good (it is a process of its own).
+
+    ``scalers=False`` leaves loss scalers on: the arithmetic is FP32, the handling of the scale the script's own.
+    """
     undone = Undone()
     undone.__enter__()  # type: ignore[no-untyped-call]
     _in_threads(undone)
     _autocast(undone)
-    _scaler(undone)
+    if scalers:
+        _scaler(undone)
     _manager(undone)
     _defaults(undone)
     return undone

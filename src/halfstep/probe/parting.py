@@ -6,7 +6,7 @@ many losses. Over k updates such errors add up like a random walk, so τ·√k i
 growth of rounding errors: Wilkinson, Rounding Errors in Algebraic Processes, 1963; Higham, Accuracy and Stability of
 Numerical Algorithms, 2002, section 2.8): of the FP32 loss (at least a tenth of the first), or of a layer's gradient
 norm (at least a tenth of all layers' together). Training that is itself unstable multiplies any rounding error without
-such a bound. Where it matters, a third run therefore measures it: FP32 with random errors of τ in every gradient; the
+such a bound. Where it matters, a further run therefore measures it: FP32 with random errors of τ in every gradient; the
 furthest that it has been from FP32 so far, three times, is then what rounding explains of the loss.
 """
 

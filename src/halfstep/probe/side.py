@@ -17,8 +17,9 @@ from halfstep import launch
 if TYPE_CHECKING:
     from halfstep.watch.session import Session
 
-SIDES = ("own", "fp32", "jittered")
-"""The script as it is; in FP32; in FP32 with random errors as large as rounding's in every gradient."""
+SIDES = ("own", "fp32", "scaled", "jittered")
+"""The script as it is; in FP32; in FP32, its loss scalers left on; in FP32 with random errors as large as rounding's in
+every gradient. The last two are made only where they decide."""
 TOLD, REACHED = "told.jsonl", "reached"
 _WHOLE = 4096  # updates told one by one; of later ones every 2^k-th, so that a long run stays readable
 
@@ -88,7 +89,7 @@ class Side:
         if self._side != "own":
             from halfstep.probe.fp32 import undo
 
-            self._undone = undo().counts
+            self._undone = undo(scalers=self._side != "scaled").counts
         self._session = Traced(self._teller, self._updates).start()
         if self._jitter:
             from halfstep.probe.jitter import jitter

@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Literal
 
+from halfstep.checks.rules import RULES
 from halfstep.probe.criterion import Criterion, Outcome, number, outcome_of
 from halfstep.probe.pair import Account
 from halfstep.probe.parting import SURE, Pair, Parting, Sameness, pairs, parting, precision, sameness
@@ -17,6 +18,14 @@ Blame = Literal["precision", "not precision", "unknown"]
 _WORSE = 1.05  # times its first loss: a run that ends there has failed
 _HALVINGS = 24  # of a scale, in which any can settle
 _SINCE = 10  # updates after it that tell something
+# What FP32 without a scaler cannot do wrong.
+HANDLING = frozenset(RULES["Loss scaling and call order"]) - {
+    "fp16-without-scaler",
+    "half-parameters-with-scaler",
+    "loss-scale-collapse",
+    "nonfinite-update-applied",
+    "scaler-without-fp16",
+}
 _NOISY = 3.0  # and so many times as much above it as the loss usually moves from one update to the next
 
 
@@ -24,8 +33,8 @@ _NOISY = 3.0  # and so many times as much above it as the loss usually moves fro
 class Comparison:
     """Both runs, what they share, where they part, and the verdict in words.
 
-    ``comparable``: they began alike and had data in common; ``jittered``: the third run, where there was one;
-    ``open``: it would decide.
+    ``comparable``: they began alike and had data in common; ``scaled``, ``jittered``: further runs, where they were
+    made (see `halfstep.probe.side.SIDES`); ``wanted``: one that would decide.
     """
 
     criterion: Criterion
@@ -40,12 +49,15 @@ class Comparison:
     words: str
     notes: tuple[str, ...] = ()
     comparable: bool = True
+    scaled: Account | None = None
     jittered: Account | None = None
-    open: bool = False
+    wanted: str | None = None
 
 
-def judge(criterion: Criterion, own: Account, fp32: Account, jittered: Account | None = None) -> Comparison:
-    """Set two runs side by side and say whether precision is to blame; ``jittered``: the third, if it was made."""
+def judge(
+    criterion: Criterion, own: Account, fp32: Account, scaled: Account | None = None, jittered: Account | None = None
+) -> Comparison:
+    """Set two runs side by side, and further ones where they were made, and say whether precision is to blame."""
     matched, dtype = pairs(own, fp32), precision(own)
     beside = [] if jittered is None else pairs(jittered, fp32)
     if len(beside) < len(matched):
@@ -53,6 +65,8 @@ def judge(criterion: Criterion, own: Account, fp32: Account, jittered: Account |
     same = sameness(matched, own.half_parameters > 0)
     parted = parting(matched, dtype, beside)
     case = _Case(criterion, own, fp32, matched, dtype, same, parted, outcome_of(criterion, own, fp32, matched))
+    if scaled is not None:
+        case.scaled = outcome_of(criterion, own, scaled, pairs(own, scaled))
     if jittered is not None:
         case.jittered = outcome_of(criterion, jittered, fp32, beside)
     blame, words = _verdict(case)
@@ -71,14 +85,15 @@ def judge(criterion: Criterion, own: Account, fp32: Account, jittered: Account |
         words,
         notes=tuple(_notes(own, fp32, same, parted)),
         comparable=case.comparable,
+        scaled=scaled,
         jittered=jittered,
-        open=case.open,
+        wanted=case.wanted,
     )
 
 
 @dataclass(slots=True)
 class _Case:
-    """All that the verdict rests on."""
+    """All that the verdict rests on. ``scaled``: the script as it is beside FP32 with its scalers left on."""
 
     criterion: Criterion
     own: Account
@@ -88,8 +103,9 @@ class _Case:
     same: Sameness
     parted: Parting | None
     outcome: Outcome | None
+    scaled: Outcome | None = None
     jittered: Outcome | None = None
-    open: bool = False
+    wanted: str | None = None
     comparable: bool = True
 
 
@@ -140,13 +156,13 @@ def _decided(case: _Case, outcome: Outcome, ends: str) -> tuple[Blame, str]:
             f"they end apart ({ends}), but from update {case.same.random} on they drew other random numbers: numbers "
             "drawn in half precision are others. Draw them in FP32 and cast, then compare again"
         )
-    settled = _settling(case, outcome, ends)
-    if settled is not None:
-        return settled
+    other = _settling(case, outcome, ends) or _mishandled(case, ends)
+    if other is not None:
+        return other
     how = "does better" if case.criterion.metric == "loss" else "ends elsewhere"
     jittered = case.jittered
     if jittered is None:
-        case.open = True
+        case.wanted = "jittered"
         if case.parted is None:
             return "unknown", (
                 f"they end apart ({ends}), but nowhere further than rounding errors may add up to in "
@@ -183,6 +199,30 @@ def _settling(case: _Case, outcome: Outcome, ends: str) -> tuple[Blame, str] | N
     return "not precision", (
         f"as it is the script is {count} updates behind, skipped while the loss scale settled, and otherwise does what "
         f"FP32 does ({ends}). A lower init_scale saves them"
+    )
+
+
+def _mishandled(case: _Case, ends: str) -> tuple[Blame, str] | None:
+    """Whether FP32 is better only because it does without the loss scale; None where that is not so."""
+    named = [
+        f"{finding['rule']} at {finding['at']['file'].rpartition('/')[2]}:{finding['at']['line']}"
+        for finding in case.own.verdict.get("findings", [])
+        if finding["rule"] in HANDLING and finding["severity"] != "info" and finding["at"] is not None
+    ]
+    if not named or all(point.scale is None for point in case.own.points):
+        return None
+    rules = ", ".join(dict.fromkeys(named))
+    if case.scaled is None:
+        case.wanted = "scaled"
+        return "unknown", (
+            f"they end apart ({ends}), but the script mishandles its loss scale, which FP32 does without: {rules}. "
+            "Mend that and compare again"
+        )
+    if case.scaled.apart:
+        return None
+    return "not precision", (
+        f"it is not rounding: FP32 with the script's loss scaler on ends at {number(case.scaled.fp32)} ({ends}). The "
+        f"loss scale is mishandled: {rules}"
     )
 
 

@@ -15,6 +15,7 @@ BLAME = {
     "not precision": ("precision is not to blame", "bold green"),
     "unknown": ("it cannot be said", "bold yellow"),
 }
+NAMES = {"own": "as it is", "fp32": "in FP32", "scaled": "in FP32, scaler on", "jittered": "in FP32, random errors"}
 _ROWS = 12
 _LAYERS = 6
 
@@ -35,7 +36,7 @@ def show_comparison(doc: Mapping[str, Any], console: Console) -> None:
     for side, run in doc["runs"].items():
         if run["output"]:
             console.print()
-            _print(console, Text(f"the end of what the run {name_of(side)} printed:", style="dim"))
+            _print(console, Text(f"the end of what the run {NAMES[side]} printed:", style="dim"))
             _print(console, Text("\n".join(run["output"].rstrip().splitlines()[-8:])))
 
 
@@ -60,7 +61,7 @@ def lines(doc: Mapping[str, Any]) -> list[str]:
     elif doc["comparable"]:
         out.append(f"they part nowhere in {doc['compared']:,} updates beyond what rounding explains")
     for side, run in doc["runs"].items():
-        out.append(f"{name_of(side)}: {_ran(run)}")
+        out.append(f"{NAMES[side]}: {_ran(run)}")
     out += doc["verdict"]["notes"]
     findings = [f for f in doc["runs"]["own"]["findings"] if f["severity"] != "info"]
     for finding in findings[:5]:
@@ -70,10 +71,6 @@ def lines(doc: Mapping[str, Any]) -> list[str]:
     if doc["comparable"]:
         out.append(f"what rounding explains: {doc['measure']}")
     return out
-
-
-def name_of(side: str) -> str:
-    return {"own": "as it is", "fp32": "in FP32"}.get(side, "in FP32, jittered")
 
 
 def _ran(run: Mapping[str, Any]) -> str:
