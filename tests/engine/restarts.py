@@ -26,16 +26,19 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from halfstep import MixedPrecisionManager, tokens
 
-KINDS = ("ddp, one file a rank", "ddp, distributed checkpoint")
+OWN, ONE, PARTS = "ddp, one file a rank", "ddp, one file", "ddp, distributed checkpoint"
+KINDS = (OWN, ONE, PARTS)
+GROWN = "ddp, one file of one process"  # saved there, continued by two
 STOP, KILLED, END = 3, 6, 8  # updates: in the middle of an epoch of 5, the last of them short; and in the next one
 EFFECTIVE = 8  # m = 2
+NAMES = ("model", "optimizer", "scheduler", "manager")
 
 
 def build(kind: str, record: Path | None = None) -> dict[str, Any]:
     """A run on as many replicas as there are processes, with the same examples in an update on any number of them."""
     degree, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     torch.manual_seed(0)
-    own = kind == KINDS[0]  # every rank has masks of its own, and a loss scale that moves
+    own = kind == OWN  # every rank has masks of its own, and a loss scale that moves
     model: nn.Module = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.3 if own else 0.0), nn.Linear(16, 3))
     if degree > 1:
         model = DistributedDataParallel(model) if kind.startswith("ddp") else fully_shard(model)
@@ -78,23 +81,28 @@ def train(run: dict[str, Any], after: Callable[[int], None] = lambda update: Non
                 return rows
 
 
+def parts(run: dict[str, Any]) -> dict[str, Any]:
+    return {"model": getattr(run["model"], "module", run["model"]), **{name: run[name] for name in NAMES[1:]}}
+
+
 def save(run: dict[str, Any], kind: str, path: Path) -> None:
-    if kind == KINDS[0]:
-        state = {name: run[name].state_dict() for name in ("model", "optimizer", "scheduler")}
-        state["manager"] = run["manager"].state_dict(random_state=True)
-        torch.save(state, path.with_suffix(f".{dist.get_rank()}"))
-    else:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if kind.endswith("checkpoint"):
         dcp.save(distributed(run), checkpoint_id=path)
+    elif kind == OWN or rank == 0:
+        state = {name: part.state_dict() for name, part in parts(run).items()}
+        state["manager"] = run["manager"].state_dict(random_state=kind == OWN)
+        torch.save(state, path.with_suffix(f".{rank}"))
 
 
 def load(run: dict[str, Any], kind: str, path: Path) -> None:
-    if kind == KINDS[0]:
-        state = torch.load(path.with_suffix(f".{dist.get_rank()}"), weights_only=True)
-        for name in ("model", "optimizer", "scheduler", "manager"):
-            run[name].load_state_dict(state[name])
+    if not kind.endswith("checkpoint"):
+        state = torch.load(path.with_suffix(f".{dist.get_rank() if kind == OWN else 0}"), weights_only=True)
+        for name, part in parts(run).items():
+            part.load_state_dict(state[name])
         return
     state = distributed(run)
-    dcp.load(state, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
     set_state_dict(run["model"], run["optimizer"], model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     run["scheduler"].load_state_dict(state["scheduler"])
     run["manager"].load_state_dict(state["manager"])
@@ -115,13 +123,13 @@ def result(run: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main(verb: str, folder: Path) -> None:
     dist.init_process_group("gloo")
-    for kind in KINDS:
+    for kind in KINDS if verb == "whole" else (*KINDS, GROWN):
         run = build(kind, folder / f"record of {verb}, {kind}")
 
         def after(update: int, run: dict[str, Any] = run, kind: str = kind) -> None:
             if verb == "whole" and update == STOP:
                 save(run, kind, folder / kind)
-            if verb == "again" and update == KILLED and kind == KINDS[0]:
+            if verb == "again" and update == KILLED and kind == OWN:
                 dist.barrier()
                 if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
                     os.kill(os.getpid(), signal.SIGKILL)

@@ -10,11 +10,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.engine import restarts
-from tests.engine.restarts import END, KILLED, KINDS, STOP
+from tests.engine.restarts import END, GROWN, KILLED, KINDS, OWN, STOP
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +35,8 @@ def torchrun(verb: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.processes
 def test_two_new_processes_continue_bit_for_bit_and_one_within_law_7(tmp_path: Path) -> None:
+    grown = restarts.build(GROWN)
+    rows = restarts.train(grown, lambda update: update == STOP and restarts.save(grown, GROWN, tmp_path / GROWN))
     for verb in ("whole", "again"):
         done = torchrun(verb, tmp_path)
         assert done.returncode == 0, done.stderr
@@ -45,11 +48,11 @@ def test_two_new_processes_continue_bit_for_bit_and_one_within_law_7(tmp_path: P
             assert again["counters"] == whole["counters"], (kind, rank)
             for p, q in zip(whole["parameters"], again["parameters"], strict=True):
                 assert torch.equal(p, q), (kind, rank)
-    ranks = [torch.load(tmp_path / f"whole, {KINDS[0]}, {rank}") for rank in range(2)]
+    ranks = [torch.load(tmp_path / f"whole, {OWN}, {rank}") for rank in range(2)]
     assert ranks[0]["counters"]["skipped"] > 0  # the loss scale had moved
     assert ranks[0]["rows"] != ranks[1]["rows"]  # each has losses of its own
     for name in ("journal.jsonl", "journal-rank1.jsonl"):  # whole up to the last update before the kill
-        lines = (tmp_path / f"record of again, {KINDS[0]}" / name).read_text().splitlines()
+        lines = (tmp_path / f"record of again, {OWN}" / name).read_text().splitlines()
         numbers = [(row["kind"], row["attempted_updates"]) for row in map(json.loads, lines) if row["kind"] != "note"]
         resumed = [("resumed", STOP)]
         first, last = ([("update", update) for update in range(STOP + 1, end + 1)] for end in (KILLED, END))
@@ -58,8 +61,13 @@ def test_two_new_processes_continue_bit_for_bit_and_one_within_law_7(tmp_path: P
         whole = torch.load(tmp_path / f"whole, {kind}, 0")
         run = restarts.build(kind)
         restarts.load(run, kind, tmp_path / kind)
-        single = restarts.result(run, restarts.train(run))
-        assert (single["batch"]["D"], whole["batch"]["D"]) == (1, 2)
-        assert single["counters"]["attempted"] == END
-        for p, q in zip(whole["parameters"], single["parameters"], strict=True):
-            assert float((p - q).norm() / p.norm()) < 1e-5, kind
+        assert_within_law_7(restarts.result(run, restarts.train(run)), whole, kind)
+    assert_within_law_7(restarts.result(grown, rows), torch.load(tmp_path / f"again, {GROWN}, 0"), GROWN)
+
+
+def assert_within_law_7(single: dict[str, Any], double: dict[str, Any], kind: str) -> None:
+    assert (single["batch"]["D"], double["batch"]["D"]) == (1, 2)
+    for count in ("attempted", "examples", "weight"):
+        assert single["counters"][count] == double["counters"][count], (kind, count)
+    for p, q in zip(double["parameters"], single["parameters"], strict=True):
+        assert float((p - q).norm() / p.norm()) < 1e-5, kind
