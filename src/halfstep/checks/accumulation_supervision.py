@@ -235,6 +235,8 @@ class _Log:
         contribution, read = reads[0]
         total = max((s.total for s in contribution.shares if math.isfinite(s.total)), default=math.nan) / read.factor
         scale = contribution.scale or 1.0
+        if contribution.seeded:
+            total, scale = total / scale, 1.0
         if scale >= 64 and math.isfinite(total) and total > scale**0.5:
             self.scaled += 1
             self.scale = scale

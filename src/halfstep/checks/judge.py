@@ -116,6 +116,7 @@ class Judge:
             attempted=story.attempted,
             applied=story.applied,
             skipped=story.skipped,
+            empty=story.empty,
             micro_batches=story.micro_batches,
             weighed=story.weighed,
             opaque=dict(story.opaque.most_common(_SHOWN)),

@@ -128,6 +128,7 @@ class Story:
         self.attempted = 0
         self.applied = 0
         self.skipped = 0
+        self.empty = 0
         self.micro_batches = 0
         self.weighed = 0
         self.opaque: Counter[str] = Counter()
@@ -231,6 +232,8 @@ class Story:
         if event.outcome == "applied":
             story.applied += 1
             self.applied += 1
+        elif event.outcome == "empty":
+            self.empty += 1
         else:
             story.skipped += 1
             self.skipped += 1

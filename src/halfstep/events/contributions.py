@@ -53,7 +53,8 @@ class Contribution(Event):
     ``optimizers``: those whose parameters received gradient, with the number of parameter tensors that did.
     ``scale``: the loss scale its root carried (None: none); ``scaler``: whose.
     ``opaque``: why it could not be weighed (then ``shares`` may be partial).
-    ``loss``: the root's value as passed to backward, scale included. ``dtype``: the root's.
+    ``loss``: the root's value as passed to backward, scale included. ``dtype``: the root's. ``seeded``: the scale came
+    in as the gradient of the root, whose own value does not carry it (halfstep's engine does so).
     ``autocast``: half dtype of the autocast region the last forward ran in, or None; ``inside_autocast``: backward was
     itself called inside a region that is on. ``halves``: half dtype -> operators that computed in it, where the
     micro-batch was looked at (else None). ``lost``: the largest share of a gradient's elements that FP16 rounded to
@@ -86,6 +87,7 @@ class Contribution(Event):
     halves: Mapping[str, int] | None = None
     lost: float | None = None
     lost_by: str | None = None
+    seeded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

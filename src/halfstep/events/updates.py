@@ -108,7 +108,8 @@ class ScaleUpdated(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStepped(Event):
-    """``given``: the caller passed the position itself, as schedules that follow the data's progress do."""
+    """``given``: the caller passed the position itself, as schedules that follow the data's progress do, or declared
+    that skipped updates count."""
 
     scheduler: int
     optimizer: int | None = None

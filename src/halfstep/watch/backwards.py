@@ -11,7 +11,7 @@ import torch
 from halfstep.events import Contribution, GradientsTaken, Share
 from halfstep.watch.autocasts import Autocasts, name_of
 from halfstep.watch.culprit import Culprit
-from halfstep.watch.gradients import Gradients
+from halfstep.watch.gradients import Gradients, Mark
 from halfstep.watch.halves import Halves
 from halfstep.watch.losses import Losses
 from halfstep.watch.patches import Patches
@@ -78,7 +78,8 @@ class Backwards:
             return
         self._session.look.backward = False
         roots = _roots(args, kwargs)
-        mark = self._scalers.mark_of(roots)
+        announced = self._scalers.announced
+        mark = announced or self._scalers.mark_of(roots)
         changes = {i: c for i, c in self._gradients.settle().items() if c.received}
         self._gradients.contributed(changes, mark)
         lost, lost_by = self._underflow.taken() or (None, None)
@@ -96,7 +97,8 @@ class Backwards:
             scale=Late(mark.scale) if mark else None,
             scaler=mark.scaler if mark else None,
             opaque=opaque,
-            loss=Late(roots[0]) if roots and roots[0].numel() == 1 else None,
+            loss=_value(roots, announced),
+            seeded=announced is not None,
             dtype=name_of(roots[0].dtype) if roots else "float32",
             device=roots[0].device.type if roots else "cpu",
             thread=threading.get_ident(),
@@ -136,6 +138,14 @@ class Backwards:
 def share(term: Term) -> Share:
     """The event's plain copy of a weighed term."""
     return Share(**{name: getattr(term, name) for name in Share.__slots__})
+
+
+def _value(roots: list[torch.Tensor], seed: Mark | None) -> Late | None:
+    """The number that backward starts from, the scale included."""
+    if not roots or roots[0].numel() != 1:
+        return None
+    root = roots[0].detach()
+    return Late(root if seed is None else root.reshape(()) * seed.scale.to(root.device))
 
 
 def _roots(args: tuple[Any, ...], kwargs: dict[str, Any], name: str = "tensors") -> list[torch.Tensor]:

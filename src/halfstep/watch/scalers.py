@@ -47,7 +47,9 @@ class Scalers:
         self._halves = halves
         self._scales: dict[int, torch.Tensor] = {}
         self._reads: Counter[Place | None] = Counter()
+        self.off: dict[int, Place | None] = {}  # where scalers were made that were switched off then
 
+    announced: PerThread[Mark | None] = PerThread(lambda: None)  # of the engine's backward that is running
     _within: PerThread[Counter[str]] = PerThread(Counter)
     attempts: PerThread[list[Draft]] = PerThread(list)  # made inside the scaler.step that is running
 
@@ -85,10 +87,13 @@ class Scalers:
 
     def _after_init(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         scaler: Scaler = args[0]
+        ident, at = self._session.ident("scaler", scaler), self._session.place()
+        if not scaler._enabled:
+            self.off[ident] = at
         self._session.stream.emit(
             ScalerMade,
-            at=self._session.place(),
-            scaler=self._session.ident("scaler", scaler),
+            at=at,
+            scaler=ident,
             scale=float(scaler._init_scale) if scaler._enabled else 1.0,
             enabled=scaler._enabled,
             device=getattr(scaler, "_device", ""),
@@ -113,7 +118,20 @@ class Scalers:
         how = "computing" if _COMPUTES.search(line) else "comparing" if _COMPARES.search(line) else "plain"
         self._session.stream.emit(ScaleRead, at=at, scaler=self._session.ident("scaler", args[0]), how=how)
 
-    def _scale_now(self, scaler: Scaler) -> torch.Tensor | None:
+    def enter(self) -> None:
+        """Somebody begins to do what `scaler.step` does."""
+        self._within["step"] += 1
+        self._gradients.busy += 1
+        self.attempts.clear()
+
+    def leave(self) -> None:
+        self._close("step")
+
+    def moved(self, scaler: Scaler) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The scale has been moved: what it was, what it is."""
+        return self._scales.pop(self._session.ident("scaler", scaler), None), self.scale_now(scaler)
+
+    def scale_now(self, scaler: Scaler) -> torch.Tensor | None:
         ident = self._session.ident("scaler", scaler)
         known = self._scales.get(ident)
         scale = getattr(scaler, "_scale", None)  # a disabled scaler has none
@@ -125,7 +143,7 @@ class Scalers:
 
     def _after_scale(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         scaler: Scaler = args[0]
-        scale = self._scale_now(scaler)
+        scale = self.scale_now(scaler)
         if scale is None or not scaler._enabled:
             return
         mark = Mark(self._session.ident("scaler", scaler), scale)
@@ -194,7 +212,7 @@ class Scalers:
         self._gradients.settle()
         divided = self._gradients.sharing(call.optimizer)  # no version counter tells
         self._gradients.unscaled(divided)
-        scale = self._scale_now(call.scaler)
+        scale = self.scale_now(call.scaler)
         found = _found_inf(call.scaler, call.optimizer)
         self._session.stream.emit(
             Unscaled,
@@ -235,8 +253,7 @@ class Scalers:
 
     def _after_update(self, call: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ident = self._session.ident("scaler", call.scaler)
-        before = self._scales.pop(ident, None)
-        after = self._scale_now(call.scaler)
+        before, after = self.moved(call.scaler)
         given = kwargs.get("new_scale", args[1] if len(args) > 1 else None)
         self._session.stream.emit(
             ScaleUpdated,

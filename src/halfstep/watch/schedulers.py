@@ -25,6 +25,7 @@ def _kinds(base: type[Any]) -> set[type[Any]]:
 class Schedulers:
     def __init__(self, session: Session) -> None:
         self._session = session
+        self.declared = False  # whoever moves schedules now was told to count attempts
 
     _depth = PerThread(int)
     _making = PerThread(int)
@@ -88,5 +89,5 @@ class Schedulers:
             metric=isinstance(scheduler, lr_scheduler.ReduceLROnPlateau),
             lr_before=before,
             lr_after=None if optimizer is None else rate(optimizer),
-            given=kwargs.get("epoch", args[1] if len(args) > 1 else None) is not None,
+            given=kwargs.get("epoch", args[1] if len(args) > 1 else None) is not None or self.declared,
         )

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 
 def sights(session: Session) -> Sequence[Sight]:
+    from halfstep.watch.announced import Announced
     from halfstep.watch.autocasts import Autocasts
     from halfstep.watch.averages import Averages
     from halfstep.watch.backwards import Backwards
@@ -57,12 +58,18 @@ def sights(session: Session) -> Sequence[Sight]:
     calls = Calls(session, modules)
     replicas = Replicas(session, modules)
     loaders = Loaders(session)
+    schedulers = Schedulers(session)
+    announced = Announced(session, gradients, scalers, halves, schedulers)
+    beside = [Beside(session, gradients, modules)] if session.beside else []
+    announced.attempts += [sight.about_to_update for sight in beside]
+    announced.skipped += [sight.passed_over for sight in beside]
     return (
         Compiled(session),
-        *((Beside(session, gradients, modules),) if session.beside else ()),  # its traces come before attempts
+        *beside,  # its traces come before attempts
         Optimizers(session, gradients, scalers, halves),
         scalers,
         gradients,
+        announced,
         Hands(session, gradients),
         halves,
         losses,
@@ -71,7 +78,7 @@ def sights(session: Session) -> Sequence[Sight]:
         poison,
         calls,
         Trouble(session, gradients, calls, culprit, poison),
-        Schedulers(session),
+        schedulers,
         loaders,
         parameters,
         Averages(session, parameters, halves),
