@@ -145,7 +145,8 @@ class Accumulation(BaseCheck):
             self._spoiled(ident, group.nonfinite)
             group.nonfinite = None
         if group.moved is not None:
-            if optimizer.live:
+            if optimizer.live and optimizer.live[-1].route == event.route:
+                # Between backwards at two lines the script moves them on purpose: an adversary, that it takes back.
                 group.moves.append((group.moved.at or event.at, group.moved.operator))
             group.moved = None
 
