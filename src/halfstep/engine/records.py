@@ -103,7 +103,7 @@ class Records:
         those of one group, or of several of ``size`` each (at most 64 are taken). ``weight``, ``reduction`` and
         ``ids`` are those of ``groups``; ``big`` is the first group as one batch, where its parts cannot be joined along
         dimension 0; ``tolerance`` is that of :func:`halfstep.assert_same_update`. In a process group every rank runs
-        its own share of one group: call it on all of them.
+        its own share of one group, then all run one together: call it on all of them.
 
         Nothing changes: parameters, gradients, buffers, modes, optimizer, scheduler, random state, this manager (its
         record tells that a preflight was made).

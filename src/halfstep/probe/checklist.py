@@ -20,7 +20,7 @@ class Row:
 
     check: str
     """"examples", "weights", "gradient", "update", "finite", "boundaries", "memory", "parameters", "activations",
-    "layers", "islands" (where there are any) and "replicas" (in a process group)."""
+    "layers", "islands" (where there are any); in a process group "replicas" and "exchange"."""
     verdict: Verdict
     """"pass"; "fail"; "note": right, but look at it; "not judged": could not be seen, ``seen`` says why."""
     seen: str
@@ -61,7 +61,7 @@ class Rank:
     failed: tuple[str, ...]
     """The checks that failed there."""
     numbers: Mapping[str, Any]
-    """"examples", "weight", "micro_batches", "grad_norm", "scale", "state_bytes"."""
+    """"examples", "weight", "micro_batches", "grad_norm", "scale", "state_bytes", "dtype"."""
 
     def as_dict(self) -> dict[str, Any]:
         return {

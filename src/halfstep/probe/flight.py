@@ -59,6 +59,8 @@ class Flight:
         single = isinstance(model, nn.Module)
         self.module = bare[0] if single else nn.ModuleList(bare)
         self.model: Any = bare[0] if single else bare
+        self.given: Any = model
+        self.given_loss = loss_fn
         self.loss_fn: LossFunction = loss_fn if single else lambda parts, batch: loss_fn(list(parts), batch)
         self.weight, self.reduction, self.ids = weight, reduction, ids
         sharded = sum(hasattr(p, "placements") for p in self.module.parameters())

@@ -11,7 +11,7 @@ from halfstep.engine.binding import optimizers_of
 from halfstep.engine.manager import MixedPrecisionManager
 from halfstep.engine.position import random_state, restore_random_state
 from halfstep.engine.state import in_words
-from halfstep.probe import judgement, ranks
+from halfstep.probe import exchange, judgement, ranks
 from halfstep.probe.checklist import Preflight, Rank, Row
 from halfstep.probe.examples import fingerprints
 from halfstep.probe.flight import Flight
@@ -37,17 +37,20 @@ def preflight(
     """See :meth:`halfstep.MixedPrecisionManager.preflight`."""
     state = random_state()
     others: tuple[Rank, ...] = ()
+    together = ranks.several() and manager._settings["replicas"] != 1
+    gathered = False
     try:
         flight = Flight(manager, model, loss_fn, batches, weight=weight, reduction=reduction, size=size, ids=ids)
         with unwatched(), unchanged(flight.module):
             flight.run(optimizers_of(optimizer), scheduler, big, tolerance)
             rows = judgement.rows(flight, big)
-        if ranks.several():
-            shares = ranks.gather(_share(flight, rows))
-            rows.append(ranks.row(shares))
+        if together:
+            share, gathered = _share(flight, rows), True
+            shares = ranks.gather(share)
+            rows += [ranks.row(shares), exchange.row(flight, shares)]
             others = ranks.ranks(shares)
     except BaseException as error:
-        if ranks.several() and not isinstance(error, KeyboardInterrupt):
+        if together and not gathered and not isinstance(error, KeyboardInterrupt):
             ranks.gather(ranks.Share(False, (f"{type(error).__name__}: {error}",), {}, "", (), False))
         raise
     finally:
@@ -70,6 +73,9 @@ def _share(flight: Flight, rows: list[Row]) -> ranks.Share:
         "scale": flight.scale,
         "state_bytes": flight.found.state_bytes,
     }
+    compared = flight.same_update
+    if compared is not None and applied:
+        numbers["dtype"] = str(compared.dtype).removeprefix("torch.")
     told = flight.example_ids() if flight.ids is not None else [fingerprints(batch) for batch in group]
     examples = tuple(entry for entries in told[: len(group)] for entry in entries)
     failures = tuple(row.check for row in rows if not row.passed)

@@ -86,7 +86,7 @@ def row(shares: Sequence[Share]) -> Row:
     known = [float(weight) for weight in weights if isinstance(weight, (int, float))]
     total = f"W = {sum(known):g} ({_listed(weights)})" if len(known) == len(weights) else "W is not known"
     numbers = {"weights": weights, "scales": scales, "examples_on_several_ranks": len(twice)}
-    seen = "; ".join([f"{len(shares)} ranks, each by itself (no gradient was exchanged); {total}", *told, *faults])
+    seen = "; ".join([f"{len(shares)} ranks, each with its own share; {total}", *told, *faults])
     if faults:
         return Row(
             "replicas",
