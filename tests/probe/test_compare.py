@@ -18,7 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep.errors import MisuseError, PolicyError
+from halfstep.probe.compare import explained
 from halfstep.probe.comparison import Comparison
+from halfstep.probe.noise import rounding_error
+from halfstep.probe.passes import Passes
 
 Batch = tuple[Tensor, Tensor]
 
@@ -300,6 +303,36 @@ def test_sparse_gradients_are_compared_as_what_they_are() -> None:
     seen = halfstep.compare(model, loss_of, batch, precision="bf16").module("0").weights
     assert seen is not None
     assert 0 < seen.error < 0.1
+
+
+def test_a_network_that_amplifies_rounding_is_no_fault_of_precision() -> None:
+    """Twelve convolutions, each normalised over the batch and cut off by a ReLU: signs decided by the last digit."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(12)]
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), *blocks, nn.Flatten(), nn.Linear(4 * 36, 3))
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(4, 3, 6, 6, generator=generator), torch.randint(0, 3, (4,), generator=generator)
+    before, draws = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    found = halfstep.compare(model, loss_of, batch, precision="bf16")
+    assert found.gradient is not None
+    assert found.rounding is not None
+    assert found.gradient.error > explained(torch.bfloat16)
+    assert found.rounding / 3 < found.gradient.error < 3 * found.rounding
+    assert found.to_blame is False
+    assert "random errors of one rounding" in found.verdict
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), draws)
+    strict = halfstep.compare(model, loss_of, batch, precision="bf16", tolerance=0.01)
+    assert strict.to_blame
+    assert strict.rounding is None
+
+
+def test_rounding_moves_a_gradient_by_about_itself_where_nothing_amplifies_it() -> None:
+    passes = Passes(network(), loss_of, examples())
+    reference = passes.full()
+    for dtype in (torch.float16, torch.bfloat16):
+        unit = torch.finfo(dtype).eps / 2
+        assert unit / 4 < rounding_error(passes, reference, dtype) < 4 * unit
 
 
 class Everything(nn.Module):

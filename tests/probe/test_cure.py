@@ -86,6 +86,18 @@ def test_the_smallest_island_is_found_and_makes_a_real_update_apply() -> None:
     assert applied(model, "body.1", "body.2")
 
 
+def test_an_island_helps_also_in_a_network_that_amplifies_rounding() -> None:
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU()) for _ in range(12)]
+    model = nn.Sequential(nn.Linear(6, 16), *blocks, nn.Linear(16, 3))
+    with torch.no_grad():
+        model[0].weight.mul_(1e5)
+    island = remedy(compared(model, loss_scale=2.0**10).cure(), "island")
+    assert island.line == 'manager.keep_fp32(model, "0", "1.0")'  # the cast of the next layer's input overflows too
+    assert island.error is not None
+    assert island.error > 0.02
+
+
 def test_what_does_not_help_is_said_with_numbers() -> None:
     found = compared(Net(loud=700.0))
     cure = found.cure()

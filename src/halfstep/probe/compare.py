@@ -15,21 +15,25 @@ from halfstep.errors import PolicyError
 from halfstep.probe.comparison import Comparison, ModuleComparison
 from halfstep.probe.exponents import DEFAULT_SCALE, LOWEST_SCALE, Exponents, Fit, exponents, fitting_scale
 from halfstep.probe.modules import Beside, Difference, Full, Seen, Sums, plain_name
+from halfstep.probe.noise import rounding_error
 from halfstep.probe.overflow import Look
 from halfstep.probe.passes import Pass, Passes
 from halfstep.watch.ranges import HALF
 
 _OTHER = 3.0  # no power of two, so that every rounding is another one
 _REAL = 0.1
+_JUMP = 8.0
+_DRAWS = 3.0  # half precision rounds more often than once a module, and one draw may be a small one
 _ROUNDINGS = 32  # what a thousand independent roundings of full size add up to: √1000
 
 
 def explained(dtype: torch.dtype) -> float:
-    """How far half precision may be from FP32 by rounding alone, as we draw the line.
+    """How far half precision may be from FP32 by rounding alone, in a network that does not amplify it.
 
     32 times the dtype's unit roundoff (2⁻¹¹ for FP16, 2⁻⁸ for BF16): what about a thousand independent roundings add
-    up to, as a root of their number. 1.6 % for FP16, 12.5 % for BF16. A rule of thumb: cancellation can exceed it
-    without a fault, and says where precision is spent all the same.
+    up to, as a root of their number. 1.6 % for FP16, 12.5 % for BF16. Where a gradient is further off, and no module
+    is where the outputs part, what rounding does in this very network is measured:
+    :func:`halfstep.probe.noise.rounding_error`; three times that is explained.
     """
     return _ROUNDINGS * torch.finfo(dtype).eps / 2
 
@@ -94,8 +98,15 @@ def measure(
         overflow = overflow or look.overflow
         underflow = look.underflow
     dtype = half.dtype if half.dtype in HALF else torch.float16 if name == "fp16" else torch.bfloat16
-    limit = explained(dtype) if tolerance is None else tolerance
     modules = _modules(passes.model, beside, half, reference)
+    parted = _parted(modules, explained(dtype) if tolerance is None else tolerance)
+    limit, gradient = tolerance, _joint(half, reference)
+    rounding = None
+    if limit is None:
+        limit = explained(dtype)
+        if parted is None and gradient is not None and limit < gradient.error < math.inf:
+            rounding = rounding_error(passes, reference, dtype)
+            limit = max(limit, _DRAWS * rounding)
     ranked = sorted(modules, key=lambda m: -m.worst)
     return Comparison(
         precision="bf16" if dtype is torch.bfloat16 else "fp16",
@@ -105,12 +116,13 @@ def measure(
         scale=half.scale,
         asked_scale=asked,
         tolerance=limit,
-        gradient=_joint(half, reference),
+        rounding=rounding,
+        gradient=gradient,
         spoiled=first.spoiled,
         full_spoiled=reference.spoiled,
         overflow=overflow,
-        parted=_first(modules, beside.modules, "output", limit),
-        gradient_parted=_first(modules, beside.modules, "gradient", limit),
+        parted=parted,
+        gradient_parted=_gradient_parted(modules, beside.modules, limit),
         modules=tuple(ranked),
         starved=_starved(passes, full, modules, limit),
         fit=_fit(modules, reference, dtype, half, look.peak) if name == "fp16" or dtype is torch.float16 else None,
@@ -118,6 +130,7 @@ def measure(
         notes=_notes(half, modules),
         _passes=passes,
         _region=region,
+        _asked_tolerance=tolerance,
     )
 
 
@@ -179,12 +192,25 @@ def _joint(half: Pass, reference: Pass) -> Difference | None:
     return sums.difference()
 
 
-def _first(modules: list[ModuleComparison], seen: dict[str, Seen], what: str, limit: float) -> str | None:
-    """The first module beyond the limit; of a module and one inside it, the one inside comes first."""
-    apart = [m for m in modules if (d := getattr(m, what)) is not None and d.error > limit]
-    if what == "gradient":
-        # A gradient reaches a container's output and that of its last module at once: name the module inside.
-        apart.sort(key=lambda m: (seen[m.name].arrived or 0, -m.name.count(".")))
+def _parted(modules: list[ModuleComparison], limit: float) -> str | None:
+    """The first module whose output is further off than rounding explains, and much further than all before it.
+
+    Errors that grow little by little over many modules are rounding that adds up: no module is where they part.
+    """
+    before = 0.0
+    for module in modules:
+        error = 0.0 if module.output is None else module.output.error
+        if error > limit and error > _JUMP * before:
+            return module.name
+        before = max(before, error)
+    return None
+
+
+def _gradient_parted(modules: list[ModuleComparison], seen: dict[str, Seen], limit: float) -> str | None:
+    """The first module of the backward beyond the limit; of a module and one inside it, the one inside."""
+    apart = [m for m in modules if m.gradient is not None and m.gradient.error > limit]
+    # A gradient reaches a container's output and that of its last module at once.
+    apart.sort(key=lambda m: (seen[m.name].arrived or 0, -m.name.count(".")))
     return apart[0].name if apart else None
 
 

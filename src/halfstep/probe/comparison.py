@@ -70,6 +70,8 @@ class Comparison:
     scale: float
     asked_scale: float
     tolerance: float
+    rounding: float | None
+    """How far random errors of one rounding a module move FP32's own gradient; None where that was not needed."""
     gradient: Difference | None
     spoiled: tuple[str, ...]
     """Parameters whose gradient is not finite in half precision, at ``asked_scale``."""
@@ -88,6 +90,7 @@ class Comparison:
     notes: tuple[str, ...]
     _passes: Passes = field(repr=False, compare=False)
     _region: Callable[[], AbstractContextManager[Any]] = field(repr=False, compare=False)
+    _asked_tolerance: float | None = field(repr=False, compare=False)
 
     @property
     def finite(self) -> bool:
@@ -110,12 +113,15 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """In words."""
-        name, tolerance = self.precision.upper(), percent(self.tolerance)
+        name = self.precision.upper()
         apart = "nothing to compare" if self.gradient is None else f"{percent(self.gradient.error)} apart"
+        explains = f"rounding explains {percent(self.tolerance)}"
+        if self.rounding is not None:
+            explains = f"random errors of one rounding a module move FP32's own by {percent(self.rounding)}"
         if not math.isfinite(self.full_loss) or self.full_spoiled:
             return f"precision is not to blame: FP32 gives {_spoilt(self.full_loss, self.full_spoiled)}"
         if self.to_blame is False:
-            return f"precision is not to blame: the gradients are {apart}, rounding explains {tolerance}"
+            return f"precision is not to blame: the gradients are {apart}, {explains}"
         if self.to_blame is None:
             return (
                 f"only the loss scale is: gradients overflow at {power(self.asked_scale)}, and are finite and {apart} "
@@ -129,7 +135,7 @@ class Comparison:
             )
         if not self.finite:
             return f"precision is to blame: {name} gives {_spoilt(self.loss, self.spoiled)}, FP32 is finite"
-        return f"precision is to blame: the gradients are {apart}, rounding explains {tolerance}"
+        return f"precision is to blame: the gradients are {apart}, {explains}"
 
     @property
     def suspect(self) -> str | None:
@@ -180,7 +186,17 @@ class Comparison:
         """Plain data. Histograms are {exponent: elements}; errors that are not finite are the string "inf"."""
         fields = {
             name: getattr(self, name)
-            for name in ("precision", "device", "loss", "full_loss", "scale", "asked_scale", "tolerance", "finite")
+            for name in (
+                "precision",
+                "device",
+                "loss",
+                "full_loss",
+                "scale",
+                "asked_scale",
+                "tolerance",
+                "rounding",
+                "finite",
+            )
         }
         fields |= {name: getattr(self, name) for name in ("to_blame", "verdict", "parted", "gradient_parted")}
         fields |= {name: list(getattr(self, name)) for name in ("spoiled", "full_spoiled", "starved", "notes")}

@@ -191,7 +191,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _aside() -> Iterator[None]:
+def aside() -> Iterator[None]:
     """What is computed here is no part of the pass: no mode sees or changes it, no autocast, no graph."""
     with _disable_current_modes(), torch._C.DisableTorchFunction(), torch._C._DisableAutocast(), torch.no_grad():
         yield
@@ -213,7 +213,7 @@ def _hooked(
         if name is None or torch._C._current_autograd_node() is not None:
             return
         number = calls[name] = calls.get(name, -1) + 1
-        with _aside():
+        with aside():
             for index, tensor in enumerate(outputs_of(result)):
                 if tensor.dtype not in _FLOATS or not tensor.numel() or tensor.layout is not torch.strided:
                     continue
@@ -232,7 +232,7 @@ def _hooked(
 def _telling(key: Key, arrived: Callable[[Key, Tensor], None]) -> Callable[[Tensor], None]:
     def tell(gradient: Tensor) -> None:
         if gradient.layout is torch.strided:
-            with _aside():
+            with aside():
                 arrived(key, gradient)
 
     return tell

@@ -20,6 +20,7 @@ from halfstep.probe.trial import RandomState, lowest_dtype, unchanged
 from halfstep.probe.whole import mapped
 from halfstep.watch.calls import devices
 from halfstep.watch.exact import widened
+from halfstep.watch.ranges import HALF
 from halfstep.watch.replay import bare
 from halfstep.watch.session import Session
 
@@ -69,7 +70,7 @@ class Passes:
     def full(self, *sights: Sight, scale: float = 1.0) -> Pass:
         """A pass in FP32: no autocast, half parameters and inputs widened, casts to half undone, no TF32."""
         with self._alone(), _no_autocast(), _no_tf32(), Undone():
-            _widen(self.model)
+            substitute(self.model, _wide)
             return self._run(contextlib.nullcontext(), scale, sights, mapped(self.batch, widened))
 
     @contextlib.contextmanager
@@ -117,21 +118,28 @@ class Passes:
         return Pass(float(loss.detach()), root.detach(), gradients, scale, dtype)
 
 
-def _widen(model: nn.Module) -> None:
-    """Half parameters and buffers replaced by FP32 ones, shared ones once; `unchanged` puts the old ones back."""
-    known: dict[int, Tensor] = {}
+def substitute(model: nn.Module, change: Callable[[Tensor], Tensor | None]) -> None:
+    """Put other parameters and buffers in place, shared ones once; `unchanged` puts the old ones back.
+
+    ``change`` returns the new values, or None where a tensor stays.
+    """
+    known: dict[int, Tensor | None] = {}
     for module in model.modules():
         slots: Any
         for slots in (module._parameters, module._buffers):
             for name, tensor in slots.items():
-                if tensor is None or tensor.dtype not in (torch.float16, torch.bfloat16):
+                if tensor is None:
                     continue
                 if id(tensor) not in known:
-                    wide = tensor.detach().float()
-                    known[id(tensor)] = (
-                        nn.Parameter(wide, tensor.requires_grad) if slots is module._parameters else wide
-                    )
-                slots[name] = known[id(tensor)]
+                    new = change(tensor)
+                    if new is not None and slots is module._parameters:
+                        new = nn.Parameter(new, tensor.requires_grad)
+                    known[id(tensor)] = new
+                slots[name] = tensor if known[id(tensor)] is None else known[id(tensor)]
+
+
+def _wide(tensor: Tensor) -> Tensor | None:
+    return tensor.detach().float() if tensor.dtype in HALF else None
 
 
 @contextlib.contextmanager

@@ -110,7 +110,7 @@ class _Trial:
         """The comparison again, with what was changed. ``reference``: FP32 is not concerned by the change."""
         found, passes = self.found, passes or self.passes
         known = self.known if reference else None
-        return measure(passes, found.precision, found._region, found.asked_scale, found.tolerance, known)
+        return measure(passes, found.precision, found._region, found.asked_scale, found._asked_tolerance, known)
 
     @property
     def module(self) -> nn.Module | None:
@@ -151,12 +151,12 @@ def _scale(trial: _Trial) -> Remedy:
     if found.precision != "fp16":
         return Remedy(name, "-", None, "BF16 has the range of FP32: nothing to scale")
     if not math.isfinite(found.loss):
-        after = measure(trial.passes, "fp16", found._region, 1.0, found.tolerance, trial.known)
+        after = measure(trial.passes, "fp16", found._region, 1.0, found._asked_tolerance, trial.known)
         return _judged(name, "loss_scale=1", after, "", "it was made in the forward, before anything is scaled")
     if found.fit is None:
         return Remedy(name, "-", None, "no gradient in half precision was seen")
     scale = found.fit.scale
-    after = measure(trial.passes, "fp16", found._region, scale, found.tolerance, trial.known)
+    after = measure(trial.passes, "fp16", found._region, scale, found._asked_tolerance, trial.known)
     line = f"MixedPrecisionManager(init_scale=2.0**{int(math.log2(after.scale))})"
     return _judged(name, f"init_scale={power(after.scale)}", after, line)
 
