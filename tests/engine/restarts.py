@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from halfstep import MixedPrecisionManager, tokens
 
 OWN, ONE, PARTS = "ddp, one file a rank", "ddp, one file", "ddp, distributed checkpoint"
-KINDS = (OWN, ONE, PARTS)
+KINDS = (OWN, ONE, PARTS, "fsdp2, distributed checkpoint")
 GROWN = "ddp, one file of one process"  # saved there, continued by two
 STOP, KILLED, END = 3, 6, 8  # updates: in the middle of an epoch of 5, the last of them short; and in the next one
 EFFECTIVE = 8  # m = 2
