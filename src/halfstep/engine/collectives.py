@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -81,6 +82,20 @@ def lost(error: BaseException, what: str) -> ReplicaLostError | None:
         "Start all ranks again from the last checkpoint (torchrun does with --max-restarts); if a rank is only slow, "
         "init_process_group(timeout=…)",
     )
+
+
+@contextmanager
+def answered(what: str, before: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Other ranks have to take part in this: where one does not, ``before`` is called, and ReplicaLostError raised."""
+    try:
+        yield
+    except RuntimeError as error:
+        told = lost(error, what)
+        if told is None:
+            raise
+        with suppress(Exception):
+            before()
+        raise told from error
 
 
 def bits(value: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from halfstep.engine import collectives, fsdp
+from halfstep.engine import collectives, fsdp, sharded
 from halfstep.engine.collectives import Link
 from halfstep.engine.wrappers import Ddp, Wrapper
 from halfstep.errors import MisuseError, PolicyError, UnsupportedError
@@ -87,7 +88,7 @@ def infer(modules: Sequence[nn.Module], declared: Link | None, known: Sequence[W
         covering = [w for w in known if _covers(w, modules)]
         wrappers = covering[:1]
     if not wrappers:
-        return _unwrapped(declared)
+        return _unwrapped(modules, declared)
     return _wrapped(modules, wrappers, declared)
 
 
@@ -113,9 +114,17 @@ def _wrapped(modules: Sequence[nn.Module], wrappers: list[Wrapper], declared: Li
             f"wrap the whole model in {first.kind}",
         )
     degree = first.members if declared is None else len(collectives.members(declared))
+    if degree > first.members:
+        raise MisuseError(
+            f"replicas was given {degree} ranks, the gradients are exchanged by {_words(first)}: {first.members} ranks",
+            "leave replicas out (the model shows them), or give the ranks that see other examples: mesh['dp']",
+        )
     how = "inferred from " if declared is None else "declared; R inferred from "
     layout = Layout(degree, first.averaging, first.links, wrappers, first.kind, how + _words(first))
+    layout.notes.extend(_strangers(modules, first.links))
+    compiled = any(hasattr(root, "_orig_mod") for root in modules)
     for wrapper in wrappers:
+        wrapper.compiled = compiled or getattr(wrapper.module, "_compiled_call_impl", None) is not None
         layout.notes.extend(wrapper.notes)
         hook = wrapper.hook() if isinstance(wrapper, Ddp) else None
         if hook is not None and not any(hook.endswith(name) for name in _MEANS):
@@ -126,12 +135,32 @@ def _wrapped(modules: Sequence[nn.Module], wrappers: list[Wrapper], declared: Li
     return layout
 
 
-def _unwrapped(declared: Link | None) -> Layout:
+def _strangers(modules: Sequence[nn.Module], links: Sequence[Link]) -> list[str]:
+    """What to say where ranks are neither replicas of this model nor hold parts of it."""
+    sizes = {collectives.members(link): len(collectives.members(link)) for link in links}
+    parameters = [p for root in modules for p in root.parameters()]
+    sizes |= {ranks: size for ranks, (_, size) in sharded.dimensions_of(parameters).items()}
+    known = math.prod(sizes.values())
+    if known >= collectives.world():
+        return []
+    return [
+        f"unverified: {collectives.world() - known} of {collectives.world()} ranks are neither replicas of this model "
+        "nor hold parts of its parameters (stages of a pipeline?): norms, clipping and skipping are those of this part"
+    ]
+
+
+def _unwrapped(modules: Sequence[nn.Module], declared: Link | None) -> Layout:
     if declared is not None:
         count = len(collectives.members(declared))
         return Layout(
             count, count, (declared,), [], "the engine", "declared; gradients are averaged by the engine at each update"
         )
+    parameters = [p for root in modules for p in root.parameters()]
+    parts = sharded.dimensions_of(parameters) if collectives.world() > 1 else {}
+    if parts:
+        ranks = " × ".join(str(list(ranks)) for ranks in parts)
+        how = f"inferred: parameters are sharded over ranks {ranks} (tensor parallel), nobody exchanges gradients"
+        return Layout(backend="one replica", how=how, notes=_strangers(modules, ()))
     if collectives.world() > 1:
         raise MisuseError(
             f"the process group has {collectives.world()} ranks, and the model is in no wrapper that exchanges "

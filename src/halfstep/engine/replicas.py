@@ -23,8 +23,8 @@ from __future__ import annotations
 import math
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -178,8 +178,9 @@ class Replicas:
             wrapper.free()
 
     def done(self) -> None:
-        for wrapper in self.wrappers():
-            wrapper.done()
+        with self.answered("buckets"):
+            for wrapper in self.wrappers():
+                wrapper.done()
 
     def nothing(self, *, grouped: bool) -> None:
         if not grouped and not self.local and not self._met:
@@ -187,8 +188,9 @@ class Replicas:
                 "a contribution of weight 0 came before the wrapped model is known: other ranks may wait for it",
                 "MixedPrecisionManager(replicas=model), or manager.groups(…, model=model)",
             )
-        for wrapper in self.wrappers():
-            wrapper.nothing()
+        with self.answered("gradients"):
+            for wrapper in self.wrappers():
+                wrapper.nothing()
 
     def forget(self) -> None:
         for wrapper in self.wrappers():
@@ -233,26 +235,17 @@ class Replicas:
         with self.answered("counts"):
             return collectives.gather(row, self._links)
 
-    @contextmanager
-    def answered(self, what: str) -> Iterator[None]:
+    def answered(self, what: str) -> AbstractContextManager[None]:
         """Other ranks have to take part in this: where one does not, say so. Every update before is in the journal."""
-        try:
-            yield
-        except RuntimeError as error:
-            lost = collectives.lost(error, what)
-            if lost is None:
-                raise
-            with suppress(Exception):
-                self.settle()
-            raise lost from error
+        return collectives.answered(what, self.settle)
 
     # --- the record ---
 
     def describe(self) -> dict[str, Any]:
         """For the record."""
         facts: dict[str, Any] = {"D": self.degree, "R": self.averaging, "backend": self.backend}
-        if not self.local:
-            facts |= {"how": self.how, "rank": collectives.rank(), "unverified": list(self.notes)}
+        if self.backend != "one process":
+            facts |= {"inferred": self.how, "rank": collectives.rank(), "unverified": list(self.notes)}
             sharding = [wrapper.dtypes for wrapper in self.wrappers() if wrapper.sharded]
             facts |= {"sharding": sharding[0]} if sharding else {}
         return facts

@@ -37,7 +37,8 @@ class Wrapper:
         """The wrapper's own precision, where it has one."""
         self.exchanged = False
         self._edges: list[Edge] = []
-        self._heard = False  # whether a forward was ever seen
+        self.compiled = False
+        """Whether its forward runs compiled, where it is not seen."""
         self._handle = module.register_forward_hook(_Ear(self))
 
     def hold(self, exchange: bool, buffers: bool) -> None:
@@ -53,7 +54,6 @@ class Wrapper:
 
     def forward(self, output: Any) -> None:
         """A forward with gradients has run."""
-        self._heard = True
         if self.waits():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
@@ -65,7 +65,7 @@ class Wrapper:
 
     def done(self) -> None:
         """A backward through it has run."""
-        self.exchanged = bool(self._edges) or (not self._heard and self.waits())
+        self.exchanged = bool(self._edges) or (self.compiled and self.waits())
         self._edges = []
 
     def nothing(self) -> bool:

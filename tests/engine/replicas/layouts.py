@@ -1,0 +1,178 @@
+"""Cases of meshes and of wrappings: who counts as a replica, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tests.engine.replicas.cases import whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from halfstep.engine.manager import MixedPrecisionManager
+from halfstep.errors import HalfstepError
+
+
+class Tower(nn.Module):
+    """Two matrices that can be cut, a norm that cannot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.first = nn.Linear(4, 8)
+        self.last = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(self.norm(x))))
+
+
+def tower() -> Tower:
+    torch.manual_seed(1)
+    return Tower()
+
+
+def epoch(replicas: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """Four ragged micro-batches a replica."""
+    generator = torch.Generator().manual_seed(2)
+    counts = [[2 + (r + k) % 3 for k in range(4)] for r in range(replicas)]
+    return [
+        [(torch.randn(m, 4, generator=generator), torch.randint(0, 4, (m,), generator=generator)) for m in own]
+        for own in counts
+    ]
+
+
+def loop(model: nn.Module, data: list[tuple[Tensor, Tensor]], **policy: Any) -> dict[str, Any]:
+    manager = MixedPrecisionManager(precision="fp32", max_norm=0.5, **policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
+    rows = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for group in manager.groups(data, 2, weight=lambda batch: len(batch[1]), model=model):
+            for x, y in group:
+                manager.backward(F.cross_entropy(model(x), y))
+            update = manager.step(model, optimizer)
+            rows.append({**update.as_dict(), "layer_norms": update.layer_norms})
+    report = manager.report()
+    return {
+        "rows": rows,
+        "parameters": [whole(p) for p in model.parameters()],
+        "batch": report["batch"],
+        "notes": [note["message"] for note in report["notes"]],
+    }
+
+
+def alone(replicas: int) -> dict[str, Any]:
+    """All micro-batches of all replicas, in one process."""
+    own = epoch(replicas)
+    model = tower()
+    manager = MixedPrecisionManager(precision="fp32", max_norm=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    rows = []
+    data = [batch for k in (0, 2) for one in own for batch in one[k : k + 2]]
+    for group in manager.groups(data, 2 * replicas, weight=lambda batch: len(batch[1])):
+        for x, y in group:
+            manager.backward(F.cross_entropy(model(x), y))
+        update = manager.step(model, optimizer)
+        rows.append({**update.as_dict(), "layer_norms": update.layer_norms})
+    return {"rows": rows, "parameters": [p.detach().clone() for p in model.parameters()]}
+
+
+_CUT = {"first": ColwiseParallel(), "last": RowwiseParallel()}
+
+
+def tensor_parallel(rank: int, world: int) -> dict[str, Any]:
+    """All ranks share one model: one replica."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    return loop(parallelize_module(tower(), mesh, copy.deepcopy(_CUT)), epoch(1)[0])
+
+
+def two_dimensions(rank: int, world: int) -> dict[str, Any]:
+    """FSDP2 over ``dp``, tensor parallel over ``tp``: two replicas of two ranks each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(tower(), mesh["tp"], copy.deepcopy(_CUT))
+    fully_shard(model, mesh=mesh["dp"])
+    return loop(model, epoch(2)[mesh.get_local_rank("dp")])
+
+
+def context_parallel(rank: int, world: int) -> dict[str, Any]:
+    """Gradients averaged over four ranks, of which pairs see parts of the same examples: D = 2, R = 4."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    model = fully_shard(tower(), mesh=mesh["dp", "cp"]._flatten("dp_cp"))
+    return loop(model, epoch(4)[rank], replicas=mesh["dp"])
+
+
+def declared(rank: int, world: int) -> dict[str, Any]:
+    """DistributedDataParallel over one dimension of a mesh, given as ``replicas`` too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    group = mesh.get_group("dp")
+    model = DistributedDataParallel(tower(), process_group=group)
+    return loop(model, epoch(2)[mesh.get_local_rank("dp")], replicas=mesh["dp"])
+
+
+def hooked(rank: int, world: int, kind: str) -> list[str]:
+    """What is said of communication hooks."""
+    model = DistributedDataParallel(tower())
+    if kind == "sum":
+        model.register_comm_hook(None, _sum)
+    elif kind == "mean":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        model.register_comm_hook(None, allreduce_hook)
+    return loop(model, epoch(world)[rank])["batch"]["unverified"]
+
+
+def _sum(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+_sum.__annotations__.clear()  # torch wants its own classes there, or nothing
+
+
+def refused(rank: int, world: int, what: str) -> str:
+    """The message of what is refused, and that the group still works after it."""
+    model: Any = tower()
+    policy: dict[str, Any] = {}
+    data: Any = epoch(world)[rank]
+    try:
+        if what == "bare":
+            loop(model, data)
+        elif what == "unknown":
+            manager = MixedPrecisionManager(precision="fp32")
+            next(iter(manager.groups(data, 2)))
+        elif what == "flat":
+            manager = MixedPrecisionManager(precision="fp32")
+            manager.backward(model(data[0][0]).mean(), weight=2)
+        elif what == "data parallel":
+            loop(nn.DataParallel(model), data)
+        elif what == "part":
+            model.last = DistributedDataParallel(model.last)
+            loop(model, data)
+        elif what == "policy":
+            policy["on_nonfinite"] = ("skip", "ignore")[rank]
+            loop(DistributedDataParallel(model), data, **policy)
+        elif what == "size":
+            wrapped = DistributedDataParallel(model)
+            next(iter(MixedPrecisionManager(precision="fp32").groups(data, 2 + rank, model=wrapped)))
+        elif what == "too many":
+            group = [dist.new_group([r]) for r in range(world)][rank]
+            loop(DistributedDataParallel(model, process_group=group), data, replicas=dist.group.WORLD)
+        elif what == "bypassed":
+            wrapped = DistributedDataParallel(model)
+            manager = MixedPrecisionManager(precision="fp32")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for group in manager.groups(data, 2, weight=lambda batch: len(batch[1]), model=wrapped):
+                for x, y in group:
+                    manager.backward(F.cross_entropy(wrapped.module(x), y))
+                manager.step(wrapped, optimizer)
+    except HalfstepError as error:
+        dist.barrier()
+        return f"{type(error).__name__}: {error}"
+    return "not refused"

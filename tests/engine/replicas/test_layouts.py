@@ -1,0 +1,81 @@
+"""Who counts as a replica on a mesh, and what is refused or called unverified."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.engine.replicas.company import Company
+from tests.engine.replicas.layouts import alone
+
+pytestmark = pytest.mark.processes
+
+CASES = "tests.engine.replicas.layouts"
+
+
+def assert_alike(results: list[dict[str, Any]], replicas: int) -> None:
+    """Parameters, norms and weights are those of one process with all examples."""
+    expected = alone(replicas)
+    for result in results:
+        for row, other in zip(result["rows"], expected["rows"], strict=True):
+            assert row["weight"] == other["weight"]
+            assert row["examples"] == other["examples"]
+            assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+            assert row["layer_norms"] == pytest.approx(other["layer_norms"], rel=1e-4, abs=1e-6)
+        for ours, theirs in zip(result["parameters"], expected["parameters"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_tensor_parallel_ranks_are_one_replica(company: Company) -> None:
+    results = company.run(f"{CASES}:tensor_parallel", 2)
+    assert_alike(results, 1)
+    assert (results[0]["batch"]["D"], results[0]["batch"]["R"]) == (1, 1)
+    assert "tensor parallel" in results[0]["batch"]["inferred"]
+
+
+def test_tensor_parallel_inside_replicas(company: Company) -> None:
+    results = company.run(f"{CASES}:two_dimensions", 4)
+    assert_alike(results, 2)
+    assert (results[0]["batch"]["D"], results[0]["batch"]["R"]) == (2, 2)
+    assert results[0]["batch"]["unverified"] == []
+
+
+def test_replicas_and_averaging_ranks_are_told_apart(company: Company) -> None:
+    results = company.run(f"{CASES}:context_parallel", 4)
+    assert_alike(results, 4)
+    assert (results[3]["batch"]["D"], results[3]["batch"]["R"]) == (2, 4)
+
+
+def test_ranks_that_are_neither_are_told(company: Company) -> None:
+    results = company.run(f"{CASES}:declared", 4)
+    assert_alike(results, 2)
+    assert results[0]["batch"]["D"] == 2
+    assert any("2 of 4 ranks are neither replicas" in note for note in results[0]["batch"]["unverified"])
+
+
+@pytest.mark.parametrize("kind", ["none", "mean", "sum"])
+def test_communication_hooks(company: Company, kind: str) -> None:
+    said = company.run(f"{CASES}:hooked", 2, kind=kind)[0]
+    assert len(said) == (kind == "sum")
+    assert all("_sum" in note for note in said)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("bare", "each rank would train a model of its own"),
+        ("unknown", "before it is known who the replicas are"),
+        ("flat", "a weight was given outside manager.groups"),
+        ("data parallel", "DataParallel"),
+        ("part", "4 trainable parameters are in no wrapper"),
+        ("policy", "different policies"),
+        ("size", "groups of different sizes: 2 on rank 0, 3 on rank 1"),
+        ("too many", "replicas was given 2 ranks"),
+        ("bypassed", "have not been exchanged"),
+    ],
+)
+def test_refused(company: Company, what: str, words: str) -> None:
+    for message in company.run(f"{CASES}:refused", 2, what=what):
+        assert words in message
+        assert "fix:" in message
