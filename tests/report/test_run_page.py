@@ -56,6 +56,16 @@ def test_a_run_on_one_page() -> None:
         assert part in text, part
 
 
+def test_half_precision_that_was_declared_and_never_ran_is_on_the_page() -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    manager = MixedPrecisionManager(precision="bf16")
+    assert "never entered" not in drawn(manager.report())
+    manager.backward(model(torch.ones(2, 4)).sum())
+    manager.step(model, optimizer)
+    assert "fp32 (bf16 declared; manager.context() was never entered) on cpu" in drawn(manager.report())
+
+
 def test_before_anything_ran_it_says_so() -> None:
     text = drawn(MixedPrecisionManager(False).report())
     for part in ("prepared", "0 attempted: none", "no group yet", "not observed", "not measured yet", "none was short"):

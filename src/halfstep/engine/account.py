@@ -172,6 +172,8 @@ def _precision(manager: MixedPrecisionManager) -> dict[str, Any]:
     sight = manager._contributor.sight
     if precision.dtype is not None and precision.entered:
         autocast = "manager.context() was entered"
+    elif precision.dtype is not None and sight is None:
+        autocast = "not observed: no backward yet"
     elif precision.dtype is not None:
         halves = sorted({dtype for _, dtype in sight.operators if dtype in HALVES}) if sight is not None else []
         autocast = "manager.context() was never entered" + (f"; {', '.join(halves)} was seen to run" if halves else "")

@@ -115,6 +115,8 @@ def _last_group(last: Mapping[str, Any]) -> str:
 def _precision(precision: Mapping[str, Any]) -> str:
     islands = precision["kept_in_fp32"]
     used = precision["used"] if precision["activated"] else "fp32 (not activated)"
+    if "never entered" in precision.get("autocast", ""):
+        used += f" ({precision['declared']} declared; {precision['autocast']})"
     kept = f"; kept in FP32: {_some(islands)}" if islands else ""
     parameters = ", ".join(precision["parameters"]) or "not observed"
     return (
