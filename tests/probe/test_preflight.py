@@ -389,6 +389,29 @@ def test_an_optimizer_that_does_not_fit_is_a_row() -> None:
     assert result["gradient"].verdict == "pass"
 
 
+def test_a_loss_or_an_optimizer_that_is_another_each_time() -> None:
+    calls = []
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        calls.append(batch)
+        return mean_loss(model, batch) * (1 + len(calls) % 7)
+
+    result = fly(network(), loss, weight=live)
+    assert {"gradient", "update"} <= set(result.failed)
+    assert "the engine's gradient is" in result["update"].seen
+
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                p.data.add_(torch.randn_like(p), alpha=1e-4)
+
+    model = network()
+    result = MixedPrecisionManager(False).preflight(model, Noisy(model.parameters(), lr=0.1), mean_loss, ragged(4, 4))
+    assert result.failed == ("update",)
+    assert "away from what torch's clip_grad_norm_ and the optimizer do" in result["update"].seen
+
+
 def test_the_schedule_moves_in_its_unit() -> None:
     for unit, moves in (("applied", 1), ("attempted", 15), ("calls", 0)):
         model = network()

@@ -17,6 +17,7 @@ from halfstep.probe.same_update import SameUpdate, assert_same_update, measure_u
 from halfstep.probe.whole import joined
 
 CLASSES, WIDTH = 7, 6
+OWN = torch.Generator().manual_seed(0)
 Batch = dict[str, Tensor]
 
 
@@ -140,10 +141,23 @@ def test_means_of_means_are_found_in_a_loss_whose_graph_tells_nothing() -> None:
         (lambda: network(Norm(16)), mean_loss, None, {}, ["BatchNorm", "means of means"]),
         (lambda: network(nn.Dropout(0.5), nn.Linear(16, 16), nn.Dropout(0.5)), mean_loss, live, {}, ["randomness"]),
         (network, lambda m, b: mean_loss(m, b) * torch.rand(()), live, {}, ["randomness"]),
+        (network, lambda m, b: mean_loss(m, b) * torch.rand((), generator=OWN), live, {}, ["not repeatable"]),
         (network, contrastive_loss, None, {}, ["examples are mixed"]),
         (network, mean_loss, live, {"tolerance": 1e-10}, ["rounding"]),
     ],
-    ids=["half", "sum", "undivided", "again", "batchnorm", "both", "dropout", "noise", "mixed", "rounding"],
+    ids=[
+        "half",
+        "sum",
+        "undivided",
+        "again",
+        "batchnorm",
+        "both",
+        "dropout",
+        "noise",
+        "own-noise",
+        "mixed",
+        "rounding",
+    ],
 )
 def test_the_cause_is_named(make: Any, loss_fn: Any, weight: Any, settings: dict[str, Any], names: list[str]) -> None:
     found = measure_update(make(), loss_fn, ragged(9, 2, 5), weight, **settings)

@@ -21,7 +21,7 @@ class Cause:
     """One reason, with its numbers: ``name`` is short and fixed, ``seen`` what was tried and found, ``fix`` what helps.
 
     Names: "means of means", "loss is a sum", "not divided", "divided again", "BatchNorm", "randomness",
-    "examples are mixed", "rounding".
+    "not repeatable", "examples are mixed", "rounding".
     """
 
     name: str
@@ -32,6 +32,9 @@ class Cause:
 def causes_of(trial: Trial, tolerance: float, error: float) -> tuple[Cause, ...]:
     """What makes the accumulated gradient differ; at least one cause. Leaves modules in evaluation mode behind."""
     causes: list[Cause] = []
+    apart = _apart(trial.big(), trial.big())
+    if apart > 0.1 * tolerance:
+        return (_unrepeatable(apart),)
     random = _randomness(trial, tolerance)
     if random is not None:
         causes.append(random)
@@ -152,9 +155,22 @@ def _numbers(values: Sequence[float]) -> str:
 
 def _draws(trial: Trial, tolerance: float) -> bool:
     """Whether the big batch has another gradient when other random numbers are drawn."""
-    one, other = trial.big(), trial.big(another_draw=True)
+    return _apart(trial.big(), trial.big(another_draw=True)) > 0.1 * tolerance
+
+
+def _apart(one: Run, other: Run) -> float:
+    """‖one − other‖ / ‖one‖."""
     apart = norm({name: one.gradients[name].double() - other.gradients[name].double() for name in one.gradients})
-    return apart > 0.1 * tolerance * norm(one.gradients)
+    return apart / (norm(one.gradients) or 1.0)
+
+
+def _unrepeatable(apart: float) -> Cause:
+    return Cause(
+        "not repeatable",
+        f"one and the same big batch, with the same random numbers, gave gradients {apart:.1e} apart from one call to "
+        "the next",
+        "let loss_fn depend on its model and batch alone: no counters, caches or generators of its own",
+    )
 
 
 def _randomness(trial: Trial, tolerance: float) -> Cause | None:

@@ -183,7 +183,10 @@ def _finite(flight: Flight) -> Row:
     half = twin.precision.name
     given = nonfinite(flight.group) if lost or found.nonfinite or found.refused is not None else []
     inputs = f"; micro-batch {_listed([k + 1 for k in given])} is given with non-finite values" if given else ""
-    cure = 'manager.keep_fp32 for the layer at fault, normalisation before it, or precision="bf16"'
+    cure = (
+        "manager.keep_fp32 for the layer at fault (halfstep.compare(model, loss_fn, batch) names it), normalisation "
+        'before it, or precision="bf16"'
+    )
     if lost:
         return Row(
             "finite", "fail",
