@@ -244,8 +244,8 @@ class Replicas:
     def describe(self) -> dict[str, Any]:
         """For the record."""
         facts: dict[str, Any] = {"D": self.degree, "R": self.averaging, "backend": self.backend}
-        if not self.local:
-            facts |= {"how": self.how, "rank": collectives.rank(), "unverified": list(self.notes)}
+        if self.backend != "one process":
+            facts |= {"inferred": self.how, "rank": collectives.rank(), "unverified": list(self.notes)}
             sharding = [wrapper.dtypes for wrapper in self.wrappers() if wrapper.sharded]
             facts |= {"sharding": sharding[0]} if sharding else {}
         return facts

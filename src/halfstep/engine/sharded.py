@@ -24,12 +24,28 @@ def whole_norms(norms: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     if not dimensions:
         return norms
     squares = norms.double().square()
+    # What is stored alike on several ranks of a dimension is shared out among them, so that sums count it once.
     for key, (link, size) in dimensions.items():
         shares = [1.0 if key in sharded else 1.0 / size for sharded in placed]
         squares = squares * torch.tensor(shares, dtype=squares.dtype, device=squares.device)
         with answered("norms"):
             dist.all_reduce(squares, group=link)
     return squares.sqrt().to(norms.dtype)
+
+
+def dimensions_of(parameters: Sequence[Tensor]) -> dict[tuple[int, ...], tuple[Any, int]]:
+    """The mesh dimensions that any of these parameters is sharded over: global ranks -> (process group, size).
+
+    Raises where they lie on meshes that are no parts of one.
+    """
+    meshes = [mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None]
+    whole = {mesh._get_root_mesh() for mesh in meshes}
+    if len(whole) > 1:
+        raise UnsupportedError(
+            f"parameters of one model lie on {len(whole)} meshes that are no parts of one: {sorted(map(str, whole))}",
+            'one init_device_mesh for the run, and parts of it (mesh["dp"], mesh["tp"]) for the model',
+        )
+    return _dimensions([_placement(p) for p in parameters])
 
 
 def _placement(parameter: Tensor) -> dict[tuple[int, ...], tuple[Any, int]]:
@@ -39,7 +55,7 @@ def _placement(parameter: Tensor) -> dict[tuple[int, ...], tuple[Any, int]]:
         return {}
     found = {}
     for dimension, placement in enumerate(parameter.placements):  # type: ignore[attr-defined]
-        if placement.is_shard():
+        if "Shard" in type(placement).__name__:  # the strided one, of two dimensions on one, says it is none
             link = mesh.get_group(dimension)
             found[tuple(dist.get_process_group_ranks(link))] = (link, mesh.size(dimension))
         elif not placement.is_replicate():
