@@ -123,6 +123,8 @@ def test_a_scale_that_settles_is_not_to_blame():
     found = verdict(run("own", behind, outcomes=skipped), run("fp32", FALLING))
     assert found.blame == "not precision"
     assert "6 updates behind" in found.words
+    overflowing = run("own", [math.nan] * 6 + behind[6:], outcomes=skipped)  # no scale cures that
+    assert verdict(overflowing, run("fp32", FALLING)).blame == "precision"
     short = verdict(run("own", behind[:12], outcomes=skipped), run("fp32", FALLING[:12]))
     assert short.blame == "unknown"
     assert "compare more updates" in short.words

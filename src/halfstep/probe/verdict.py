@@ -189,6 +189,8 @@ def _settling(case: _Case, outcome: Outcome, ends: str) -> tuple[Blame, str] | N
     count, since = len(skipped), len(points) - 1 - (skipped[-1] if skipped else 0)
     if not 0 < count <= _HALVINGS or skipped[-1] > 2 * count + 1 or case.criterion.metric != "loss":
         return None
+    if not all(math.isfinite(points[n].loss or 0.0) for n in skipped):
+        return None  # no scale cures an overflow of the forward
     if since < max(_SINCE, count):
         return "unknown", (
             f"they end apart ({ends}), but the loss scale settled for {count} updates and only {since} were made "
