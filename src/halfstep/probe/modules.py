@@ -38,6 +38,10 @@ class Difference:
     spoiled: int
 
 
+def _widest(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.device.type == "mps" else torch.float64  # which has none
+
+
 class Sums:
     """Adds up what a `Difference` needs, over several tensors, in FP64."""
 
@@ -46,7 +50,7 @@ class Sums:
         self._spoiled = self._seen = 0
 
     def add(self, half: Tensor, full: Tensor) -> None:
-        wide = torch.float32 if half.device.type == "mps" else torch.float64
+        wide = _widest(half)
         full = full.to(half.device, wide)
         half = half.to(wide)
         known = torch.isfinite(full)  # where FP32 is not finite either, precision is not to blame
@@ -95,24 +99,33 @@ class Lost:
         self.kept += int(there.sum())
         self.zero += int(gone.sum())
         self.subnormal += int(small.sum())
-        self.square += float((torch.where(there, full, 0.0).double() ** 2).sum())
-        self.square_zero += float((torch.where(gone, full, 0.0).double() ** 2).sum())
+        squares = full.to(_widest(half)) ** 2
+        self.square += float(squares[there].sum())
+        self.square_zero += float(squares[gone].sum())
 
 
-class Full:
+class _Watching:
+    """A sight that is told of every floating-point output of every module, and of the gradient that arrives there."""
+
+    def forward(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return _hooked(model, self._out, self._arrived)
+
+    def backward(self, loss: Tensor) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def _out(self, key: Key, tensor: Tensor) -> None:
+        raise NotImplementedError
+
+    def _arrived(self, key: Key, gradient: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Full(_Watching):
     """The sight of the FP32 pass: keeps outputs and the gradients that arrived there, on the host."""
 
     def __init__(self) -> None:
         self.outputs: dict[Key, Tensor] = {}
         self.gradients: dict[Key, Tensor] = {}
-
-    @contextlib.contextmanager
-    def forward(self, model: nn.Module) -> Iterator[None]:
-        with _hooked(model, self._out, self._arrived):
-            yield
-
-    def backward(self, loss: Tensor) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def _out(self, key: Key, tensor: Tensor) -> None:
         self.outputs[key] = _copied(tensor)
@@ -127,7 +140,6 @@ class Seen:
 
     order: int
     dtype: torch.dtype
-    gradient_dtype: torch.dtype | None = None
     outputs: Sums = field(default_factory=Sums)
     gradients: Sums = field(default_factory=Sums)
     lost: Lost = field(default_factory=Lost)
@@ -139,7 +151,7 @@ class Seen:
     """Of the FP32 gradients there, unscaled."""
 
 
-class Beside:
+class Beside(_Watching):
     """The sight of the half pass: compares with the FP32 pass as it goes. ``scale``: carried by the gradients."""
 
     def __init__(self, full: Full, scale: float) -> None:
@@ -147,14 +159,6 @@ class Beside:
         self._scale = scale
         self._arrivals = 0
         self.modules: dict[str, Seen] = {}
-
-    @contextlib.contextmanager
-    def forward(self, model: nn.Module) -> Iterator[None]:
-        with _hooked(model, self._out, self._arrived):
-            yield
-
-    def backward(self, loss: Tensor) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def _out(self, key: Key, tensor: Tensor) -> None:
         twin = self._full.outputs.get(key)
@@ -173,7 +177,6 @@ class Beside:
         if seen.arrived is None:
             seen.arrived = self._arrivals
             self._arrivals += 1
-        seen.gradient_dtype = gradient.dtype
         seen.gradients.add(gradient.detach().float() / self._scale, twin)
         seen.gradient_exponents += exponents(twin)
         if gradient.dtype in HALF:
