@@ -560,6 +560,8 @@ def test_misuse() -> None:
     with pytest.raises(MisuseError, match="1 contribution"):
         manager.preflight(model, adam(model), mean_loss, batches)
     manager.discard()
+    with pytest.raises(MisuseError, match="loss_fn returned list"):
+        manager.preflight(model, adam(model), lambda m, b: [mean_loss(m, b)], batches)
     with pytest.raises(KeyError, match="nothing"):
         manager.preflight(model, adam(model), lambda m, b: m(b["nothing"]), batches)
     assert halfstep.preflight(manager, model, adam(model), mean_loss, batches)

@@ -106,9 +106,9 @@ class Records:
         its own share of one group, then all run one together: call it on all of them.
 
         Nothing changes: parameters, gradients, buffers, modes, optimizer, scheduler, random state, this manager (its
-        record tells that a preflight was made).
-        Optimizer and scheduler are copied, parameters and buffers held twice meanwhile; hooks on them run. Returns a
-        :class:`halfstep.Preflight`, whose rows say what was checked; what ``loss_fn`` raises goes through.
+        record tells that a preflight was made). Meanwhile optimizer and scheduler are held twice, parameters and
+        gradients up to five times; hooks on them run. Returns a :class:`halfstep.Preflight`, whose rows say what was
+        checked; what ``loss_fn`` raises goes through.
         """
         import halfstep  # the front door: what tries things again lives a floor above the engine
 

@@ -122,7 +122,11 @@ class Flight:
 
     def _loss(self, module: Any, batch: Any) -> Tensor:
         with self.twin.context():
-            return self.loss_fn(module, batch)
+            loss = self.loss_fn(module, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise MisuseError(f"loss_fn returned {shown}", "loss_fn(model, batch) returns one scalar loss")
+        return loss
 
     def _each_way(self, big: Any, tolerance: float | None) -> None:
         """The accumulated gradient and the big batch's, under the scale that fits."""
@@ -165,7 +169,7 @@ class Flight:
 
         def scaled(module: Any, batch: Any) -> Tensor:
             loss = self._loss(module, batch)
-            return loss * lower if self.twin.scaler.is_enabled() and isinstance(loss, Tensor) else loss
+            return loss * lower if self.twin.scaler.is_enabled() else loss
 
         trial = Trial(self.module, scaled, self.group, whole, shares)
         while True:

@@ -16,7 +16,6 @@ from halfstep.probe.checklist import Preflight, Rank, Row
 from halfstep.probe.examples import fingerprints
 from halfstep.probe.flight import Flight
 from halfstep.probe.passes import unwatched
-from halfstep.probe.trial import unchanged
 
 
 def preflight(
@@ -41,7 +40,7 @@ def preflight(
     gathered = False
     try:
         flight = Flight(manager, model, loss_fn, batches, weight=weight, reduction=reduction, size=size, ids=ids)
-        with unwatched(), unchanged(flight.module):
+        with unwatched():
             flight.run(optimizers_of(optimizer), scheduler, big, tolerance)
             rows = judgement.rows(flight, big)
         if together:

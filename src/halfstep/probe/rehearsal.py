@@ -38,7 +38,7 @@ class Rehearsal:
     """The attempt the first group ended with."""
     updates: list[Update] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    """Of the first group's micro-batches; NaN where one of weight 0 was not run."""
+    """Of the first group's micro-batches, as ``loss_fn`` returned them."""
     weights: list[float] | None = None
     """Of the first group's micro-batches; None: contributions came without weights."""
     source: str = ""
@@ -128,7 +128,7 @@ class Rehearsing:
             found.losses = self._contribute(group, before)
             self._keep_weights()
             raw = {p: None if p.grad is None else p.grad.detach().clone() for p in self.parameters}
-            divisor = self._divisor()
+            mode, reference = self._normalised()
             update = found.first = twin.step(self.model, self.optimizers, self.scheduler)
             found.updates.append(update)
             found.nonfinite = [
@@ -144,11 +144,11 @@ class Rehearsing:
             found.skipped += 1
         if update.empty:
             return
-        weight, micro = update.weight, divisor
-        scale = update.scale * (weight / micro[1] if micro[0] == "along" and weight else 1.0)
-        found.gradients = {self.names[id(p)]: torch.zeros_like(p) if g is None else g / scale for p, g in raw.items()}
         absent = {id(p) for p, g in raw.items() if g is None}
         found.zero = [self.names[id(p)] for p, g in raw.items() if g is None or not bool(_values(g).any())]
+        scale = update.scale * (update.weight / reference if mode == "along" and update.weight else 1.0)
+        found.gradients = {self.names[id(p)]: _divided(p, g, scale) for p, g in raw.items()}
+        del raw
         found.state_bytes = sum(_bytes_of_state(optimizer) for optimizer in self.optimizers)
         self._hold_against_torch(before, absent)
         for group in groups:
@@ -185,7 +185,7 @@ class Rehearsing:
         known = [c.weights for c in pending]
         self.found.weights = None if None in known else [float(w[0]) for w in known if w is not None]
 
-    def _divisor(self) -> tuple[str, float]:
+    def _normalised(self) -> tuple[str, float]:
         """(mode, ref) of what is pending: see :class:`halfstep.engine.ledger.Ledger`."""
         ledger = self.twin._ledger
         return ledger.pending[0].mode, float(ledger.reference)
@@ -292,6 +292,13 @@ def _clip(parameters: Sequence[Tensor], limit: float) -> None:
             parameter.grad = parameter.grad * (limit / (norm + 1e-6)).clamp(max=1.0)
 
 
+def _divided(parameter: Tensor, gradient: Tensor | None, scale: float) -> Tensor:
+    """``gradient``, which nobody else holds, over ``scale``; zeros for None."""
+    if gradient is None:
+        return torch.zeros_like(parameter)
+    return gradient / scale if gradient.is_sparse else gradient.div_(scale)
+
+
 def _values(gradient: Tensor) -> Tensor:
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
@@ -308,5 +315,5 @@ def _bytes_of_state(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _position(scheduler: Any) -> int:
-    schedulers = scheduler if isinstance(scheduler, (list, tuple)) else (scheduler,)
-    return int(getattr(schedulers[0], "last_epoch", 0)) if schedulers[0] is not None else 0
+    first = next(iter(scheduler), None) if isinstance(scheduler, (list, tuple)) else scheduler
+    return int(getattr(first, "last_epoch", 0))
