@@ -17,7 +17,9 @@ from halfstep.engine.binding import Binding
 from halfstep.engine.bindings import Bindings
 from halfstep.engine.check import Check
 from halfstep.engine.contribute import Contributor, inputs_of
-from halfstep.engine.group import Groups, Weigher
+from halfstep.engine.group import Weigher
+from halfstep.engine.groups import Groups
+from halfstep.engine.identities import ON_DUPLICATE, Identities, hashed
 from halfstep.engine.island import Islands, keep_fp32
 from halfstep.engine.journal import Journal, Sink, sink_of
 from halfstep.engine.ledger import Share
@@ -57,6 +59,7 @@ class MixedPrecisionManager(Records):
     ``replicas``        who else contributes; None: what the model given to ``groups`` or ``step`` shows; for others a
                         process group or a mesh dimension; the wrapped model, where weights come outside ``groups``;
                         1 for a process that trains for itself
+    ``on_duplicate``    one example on several replicas in one update, where ids are known: "warn", "raise" or "ignore"
     ``monitor``         keep the gradient norm of every parameter and update (they come from the clipping pass)
     ``record``          where the journal of updates goes besides memory: a directory (``journal.jsonl``), or a function
                         that is called with every plain row
@@ -80,6 +83,7 @@ class MixedPrecisionManager(Records):
         growth_interval: int = 2000,
         min_scale: float = 2.0**-8,
         replicas: Any = None,
+        on_duplicate: str = "warn",
         monitor: bool = True,
         record: Sink | str | os.PathLike[str] | None = None,
     ) -> None:
@@ -88,6 +92,8 @@ class MixedPrecisionManager(Records):
         self.precision = Precision(precision, device, activated=self.activated)
         self.max_norm = norm_of(max_norm)
         self.on_nonfinite = choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
+        self.on_duplicate = choice("on_duplicate", on_duplicate, ON_DUPLICATE)
+        self._identities = Identities(self.on_duplicate)
         self.monitor = flag("monitor", monitor)
         self.replicas: Replicas = resolve(replicas)
         self.scaler = LossScale(
@@ -334,6 +340,13 @@ class MixedPrecisionManager(Records):
         if not self.replicas.policy:
             settings = (self.activated, self.precision.declared, self.max_norm, self.scheduler_unit, self.on_nonfinite)
             self.replicas.policy = fingerprint(repr((*settings, self.scaler.settings())))
+
+    def _recognise(self, rows: list[tuple[int, Iterable[int]]], own: list[Any]) -> None:
+        """Look for examples that are used twice; ``rows``: (rank, hashed ids) of every replica; ``own``: ids here."""
+        for note in self._identities.judge(rows, {hashed(i): i for i in own}, self._account.attempted + 1):
+            self._journal.note("examples", note)
+            if self.on_duplicate != "ignore":
+                warnings.warn(f"halfstep: {note}", stacklevel=5)
 
     def _learn_device(self, device: torch.device) -> None:  # the first loss tells
         self.precision.settle(device)

@@ -126,13 +126,14 @@ class Replicas:
 
     # --- a group ---
 
-    def open(self, share: Share) -> Opening:
+    def open(self, share: Share, ids: Sequence[int] = (), room: int = 0) -> Opening:
         require_terms(share.weights or ())
         with self.answered("the counts of a group"):
-            return open_group(share, self._links)
+            return open_group(share, self._links, ids, room)
 
-    def share(self, **facts: Any) -> Share:
-        return Share(rank=collectives.rank(), policy=self.policy, **facts)
+    def share(self, agreed: tuple[Any, ...], **facts: Any) -> Share:
+        """This replica's row. ``agreed``: settings that have to be alike on all."""
+        return Share(rank=collectives.rank(), policy=fingerprint(repr((self.policy, *agreed))), **facts)
 
     def exchange_at(
         self,

@@ -33,7 +33,8 @@ class Share:
     spare: bool
     examples: int | None
     weights: tuple[float, ...] | None
-    ids: int = 0
+    ids: int = _UNKNOWN
+    """How many ids it tells; -1 where they are not known."""
 
     def row(self) -> list[int]:
         weights = self.weights or ()
@@ -74,7 +75,8 @@ class Opening:
 
     shares: list[Share]
     weights: tuple[float, ...] | None = None
-    extra: list[list[int]] = field(default_factory=list)
+    ids: list[list[int]] = field(default_factory=list)
+    """Hashes of each replica's examples, where they are known."""
 
     @property
     def longest(self) -> int:
@@ -87,6 +89,11 @@ class Opening:
     @property
     def short(self) -> bool:
         return any(share.micro_batches < share.size for share in self.shares)
+
+    @property
+    def identified(self) -> bool:
+        """Whether every replica told the ids of its examples."""
+        return all(share.ids != _UNKNOWN or not share.micro_batches for share in self.shares)
 
     @property
     def uneven(self) -> bool:
@@ -119,22 +126,30 @@ class Opening:
         return None if None in counts else sum(count or 0 for count in counts)
 
 
-def open_group(share: Share, links: Sequence[Link]) -> Opening:
-    """Show every replica's part of a group to all. A collective; raises on every rank alike where they disagree."""
-    rows = gather(share.row(), links)
+def open_group(share: Share, links: Sequence[Link], ids: Sequence[int], room: int) -> Opening:
+    """Show every replica's part of a group to all. A collective; raises on every rank alike where they disagree.
+
+    ``ids`` ride along as far as there is ``room``; where a replica has more, they take a second row.
+    """
+    rows = gather([*share.row(), *_filled(ids, room)], links)
     shares = [Share.of(row) for row in rows]
-    _require_same(shares, "policy", "the managers were made with different policies")
+    given = [row[-room:] if room else [] for row in rows]
+    most = max(share.ids for share in shares)
+    if most > room:
+        given = gather(_filled(ids, most), links)
+    extra = [row[: max(share.ids, 0)] for row, share in zip(given, shares, strict=True)]
+    _require_same(shares, "policy", "the managers have different policies, or groups another reduction or drop_last")
     _require_same(shares, "attempted", "replicas have attempted different numbers of updates")
     _require_same(shares, "size", "replicas asked for groups of different sizes")
     known = [s.weights for s in shares if s.micro_batches]
     if not known or known[0] is None:
         if any(weights is not None for weights in known):
             raise WeightError("some replicas know the weights of this group, others do not", "the same weight= on all")
-        return Opening(shares)
+        return Opening(shares, None, extra)
     terms = {_UNKNOWN if weights is None else len(weights) for weights in known}
     if len(terms) != 1:
         raise WeightError(f"replicas gave {sorted(terms)} weights for one group", "the same weight= on all of them")
-    return Opening(shares, tuple(math.fsum(column) for column in zip(*(w or () for w in known), strict=True)))
+    return Opening(shares, tuple(math.fsum(column) for column in zip(*(w or () for w in known), strict=True)), extra)
 
 
 def require_terms(weights: Sequence[float]) -> None:
@@ -143,6 +158,10 @@ def require_terms(weights: Sequence[float]) -> None:
             f"a loss of {len(weights)} terms on several replicas: {TERMS} fit into what they exchange",
             "add up terms that share a denominator",
         )
+
+
+def _filled(ids: Sequence[int], room: int) -> list[int]:
+    return [*ids[:room], *[0] * (room - len(ids))]
 
 
 def _padded(weights: Sequence[float]) -> list[float]:

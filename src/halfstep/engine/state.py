@@ -116,6 +116,7 @@ def policy(manager: MixedPrecisionManager) -> dict[str, Any]:
         "on_nonfinite": manager.on_nonfinite,
         "loss_scale": scale,
         "replicas": manager.replicas.describe(),
+        "on_duplicate": manager.on_duplicate,
         "monitor": manager.monitor,
     }
 
