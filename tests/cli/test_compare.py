@@ -198,3 +198,14 @@ def test_wrong_use_is_status_2(line, said, capsys):
         main(line)
     assert left.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_what_cannot_run_twice_is_refused(capsys, monkeypatch, tmp_path):
+    assert main(["compare", "-"]) == 2
+    assert "standard input can be read only once" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["compare", "--keep", str(tmp_path / "file" / "x"), "x.py"]) == 2
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["compare", "x.py"]) == 2
+    assert "without the launcher" in capsys.readouterr().err

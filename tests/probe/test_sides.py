@@ -54,7 +54,7 @@ for k in range(4):
     scaler.step(optimizer); scaler.update(); optimizer.zero_grad(); schedule.step()
     print(f"k {k}")
 
-manager = MixedPrecisionManager(precision="fp16", device="cpu")
+manager = MixedPrecisionManager(precision="fp16", device="cpu", init_scale=2.0**40)  # overflows
 model = nn.Linear(8, 2)
 other = torch.optim.AdamW(model.parameters(), lr=0.1)
 for k in range(2):
@@ -147,6 +147,12 @@ def test_the_script_as_it_is_is_left_as_it_is(told):
 def test_the_script_as_it_is_computes_what_it_computes_alone(told):
     output = told["half"].output
     assert output.read_text() == (output.parents[1] / "alone.txt").read_text()
+
+
+def test_what_a_manager_skips_is_told(told):
+    assert [p.outcome for p in told["half"].points] == [*["applied"] * 4, "skipped", "skipped"]
+    assert [p.micro for p in told["half"].points] == [p.micro for p in told["plain"].points]
+    assert [p.data for p in told["half"].points[4:]] == [p.data for p in told["plain"].points[4:]]
 
 
 def test_layers_are_modules_and_make_up_the_norm(told):

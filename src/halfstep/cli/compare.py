@@ -46,12 +46,12 @@ all runs and compares what was reached."""
             "--tolerance",
             metavar="T",
             type=_tolerance,
-            help="how far apart the two may end: 0.01, or 2%% of FP32's value (default: 5%%, or for the loss 2%% of "
-            "what FP32 gained; never less than the batches' own noise)",
+            help="how far apart the two may end: 0.01, or 2%% of FP32's value (default: 5%%; for the loss also 2%% of "
+            "what FP32 gained and the batches' own noise, whichever is most)",
         )
         parser.add_argument("--seed", metavar="S", type=int, default=0, help="of both runs, before the script's (0)")
-        parser.add_argument("--together", action="store_true", help="run both at once (default: one after the other)")
-        parser.add_argument("--keep", metavar="DIR", type=Path, help="keep what both runs printed and told")
+        parser.add_argument("--together", action="store_true", help="run the two at once, not one after the other")
+        parser.add_argument("--keep", metavar="DIR", type=Path, help="keep what the runs printed and told")
         parser.add_argument("--json", metavar="FILE", type=Path, help="write the comparison as JSON")
         parser.add_argument("--html", metavar="FILE", type=Path, help="write the comparison as one HTML file")
         parser.add_argument("--twice", action="store_true", help="never a further run, even where it would decide")

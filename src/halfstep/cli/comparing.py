@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import signal
 import sys
 import tempfile
@@ -14,13 +13,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from halfstep.cli import ranks
-from halfstep.cli.watched import write
+from halfstep.cli.watched import _keep
 from halfstep.errors import PolicyError
 from halfstep.launch import Target
 from halfstep.probe.criterion import Criterion
-from halfstep.probe.pair import Account, Process, read, wait
+from halfstep.probe.pair import Account, Process, forget, read, wait
 from halfstep.probe.parting import TOLERANCES
-from halfstep.probe.side import SIDES
+from halfstep.probe.side import SIDES, TOLD
 from halfstep.probe.verdict import Comparison, judge
 from halfstep.report.comparison import NAMES
 
@@ -41,10 +40,15 @@ class Stopped(BaseException):
 
 def compare(args: argparse.Namespace) -> int:
     """Run, judge, report; the exit status."""
-    _refuse(args.target)
-    criterion = Criterion(args.metric, *(args.tolerance or (None, False)))
+    try:
+        _refuse(args.target)
+        criterion = Criterion(args.metric, *(args.tolerance or (None, False)))
+        if args.keep is not None:
+            args.keep.mkdir(parents=True, exist_ok=True)
+    except (PolicyError, OSError) as error:  # python's top level, which sees what a script raises, is not for ours
+        print(f"halfstep compare: {error}", file=sys.stderr)
+        return 2
     if args.keep is not None:
-        args.keep.mkdir(parents=True, exist_ok=True)
         return _compare(args, criterion, args.keep)
     with tempfile.TemporaryDirectory(prefix="halfstep-") as folder:
         return _compare(args, criterion, Path(folder))
@@ -67,8 +71,8 @@ def _compare(args: argparse.Namespace, criterion: Criterion, folder: Path) -> in
     from halfstep.report.comparison import show_comparison
     from halfstep.report.document import dump
 
-    for side in SIDES:  # of an earlier comparison kept there
-        shutil.rmtree(folder / side, ignore_errors=True)
+    for side in SIDES:
+        forget(folder / side)
     stopped = None
     try:
         with _signals(), _progress(args.updates) as told:
@@ -83,11 +87,11 @@ def _compare(args: argparse.Namespace, criterion: Criterion, folder: Path) -> in
     if args.json is not None:
         from halfstep.events import plain
 
-        write(args.json, dump(plain(doc)))
+        _keep(args.json, dump(plain(doc)))
     if args.html is not None:
         from halfstep.report.comparison_page import comparison_page
 
-        write(args.html, comparison_page(doc))
+        _keep(args.html, comparison_page(doc))
     if stopped is not None:
         name = signal.Signals(stopped).name
         print(f"halfstep compare: {name}: all runs have ended; what was reached is compared", file=sys.stderr)
@@ -97,7 +101,7 @@ def _compare(args: argparse.Namespace, criterion: Criterion, folder: Path) -> in
 
 def _judged(folder: Path, criterion: Criterion) -> Comparison:
     """What the runs that were made so far say."""
-    made = {side: read(side, folder / side, criterion.metric) for side in SIDES if (folder / side).is_dir()}
+    made = {side: read(side, folder / side, criterion.metric) for side in SIDES if (folder / side / TOLD).exists()}
     own, fp32 = made.get("own") or Account("own"), made.get("fp32") or Account("fp32")
     return judge(criterion, own, fp32, made.get("scaled"), made.get("jittered"))
 
@@ -196,7 +200,8 @@ class _Bars:
             reached = process.reached()
             if process.side == "own":
                 self._first = reached
-            self._progress.update(self._tasks[process.side], completed=reached)
+            total = reached if process.is_over() else None
+            self._progress.update(self._tasks[process.side], completed=reached, total=total)
 
 
 __all__ = ["STATUS", "compare"]

@@ -29,6 +29,7 @@ sys.path.pop()
 sys.path[:0] = first
 sys.exit(halfstep.cli.main())
 """
+OUTPUT = "output.txt"
 _GRACE = 10.0  # seconds that a run has to end by itself after Ctrl-C, then again after SIGTERM
 _ROUND = 0.05
 
@@ -90,7 +91,7 @@ class Process:
         folder.mkdir(parents=True, exist_ok=True)
         self.side = side
         self.folder = folder
-        self.output = folder / "output.txt"
+        self.output = folder / OUTPUT
         limit = [] if updates is None else ["--updates", str(updates)]
         words = ["compare", "--side", side, "--told", str(folder.resolve()), "--seed", str(seed), *limit]
         words += ["--jitter", repr(jitter)] if jitter else []
@@ -151,9 +152,15 @@ def wait(processes: Sequence[Process], told: Callable[[], None]) -> None:
         raise
 
 
+def forget(folder: Path) -> None:
+    """Take away what a run of an earlier comparison left there, and nothing else."""
+    for name in (TOLD, REACHED, OUTPUT):
+        (folder / name).unlink(missing_ok=True)
+
+
 def read(side: str, folder: Path, metric: str | None = None) -> Account:
     """What the run in this folder told, as far as it came. ``metric``: looked for in its output, too."""
-    account = Account(side, output=folder / "output.txt")
+    account = Account(side, output=folder / OUTPUT)
     for line in _lines(folder / TOLD):
         kind = line.pop("kind", "")
         if kind == "update":

@@ -105,9 +105,12 @@ class Side:
             self._teller.tell("raised", type=type(exc).__name__, message=str(exc)[:500], at=at)
 
     def finish(self, code: int | None, by: str) -> int | None:
+        from halfstep.events import flat
+
         if self._session is not None:
             self._session.finish(code, by)
-            self._teller.tell("verdict", **self._session.verdict(code, by))
+            found = [flat(finding) for finding in self._session.judge.findings()]
+            self._teller.tell("verdict", findings=found, summary=flat(self._session.judge.summary))
         self._teller.tell(
             "end",
             code=code,

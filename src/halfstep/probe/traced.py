@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.events import Attempt, Event, HalfParameters, Place, SchedulerStepped, UpdateTraced
+from halfstep.events import Event, HalfParameters, Place, SchedulerStepped, UpdateTraced
 from halfstep.events.contributions import Contribution
 from halfstep.launch import Enough
 from halfstep.probe.side import is_told
 from halfstep.record.columns import Columns
 from halfstep.record.history import History, Row
-from halfstep.watch.beside import Beside
 from halfstep.watch.session import Session
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ class Traced(Session):
 
     def start(self) -> Traced:
         super().start()
-        self._hear_managers()
+        self._hear_metrics()
         return self
 
     def applied(self, draft_at: Place | None) -> None:
@@ -44,26 +43,9 @@ class Traced(Session):
         if self._most is not None and self._attempts >= self._most:
             raise Enough
 
-    def _hear_managers(self) -> None:
-        """What halfstep's own engine does and no call of torch's shows: an update skipped, a metric logged."""
+    def _hear_metrics(self) -> None:
+        """The numbers that a script gives to halfstep's own manager."""
         from halfstep.engine.manager import MixedPrecisionManager
-
-        def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-            return self._attempts
-
-        def after(attempts: Any, update: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if attempts == self._attempts and getattr(update, "outcome", "") == "skipped":
-                optimizer = kwargs.get("optimizer", args[2] if len(args) > 2 else None)
-                several = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-                for one in several:
-                    if isinstance(one, torch.optim.Optimizer):
-                        for sight in self.sights:
-                            if isinstance(sight, Beside):
-                                sight.passed_over(one)
-                        ident = self.ledger.ident(one)
-                        self.stream.emit(Attempt, at=self.place(), optimizer=ident, outcome="skipped")
-                self._attempts += 1
-                self._teller.reached(self._attempts)
 
         def logged(token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             for name, value in kwargs.items():
@@ -71,7 +53,6 @@ class Traced(Session):
                 if number is not None:
                     self._teller.tell("metric", name=name, value=number, attempts=self._attempts)
 
-        self.patches.around(MixedPrecisionManager, "step", before, after)
         self.patches.around(MixedPrecisionManager, "log", None, logged)
 
 

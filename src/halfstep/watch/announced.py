@@ -137,9 +137,9 @@ class Announced:
                 nothing = not isinstance(empty, torch.Tensor) and empty != 0.0
                 outcome = "empty" if nothing else "skipped"
                 told = {**fields, **known, "outcome": outcome, "lr": rate(optimizer)}
-                stream.emit(Attempt, optimizer=ident, **told)
                 for passed_over in self.skipped:
                     passed_over(optimizer)
+                stream.emit(Attempt, optimizer=ident, **told)
             self._gradients.attempted(optimizer)
         stream.emit(GradientsCleared, at=at, optimizers=cleared, how="manager.step", had=sum(cleared.values()))
         if scaler is not None and moved:

@@ -98,8 +98,7 @@ class Beside:
 
     def passed_over(self, optimizer: torch.optim.Optimizer) -> None:
         """An attempt was skipped by somebody who asked neither the optimizer nor a scaler."""
-        self._fresh = False
-        self._norms.clear()
+        self._measure()
         self._tell(optimizer)
 
     def _measure(self, divisor: Any = None) -> None:
