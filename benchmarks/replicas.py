@@ -158,7 +158,7 @@ def main() -> int:
     if device != "cpu":
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     torch.set_float32_matmul_precision("highest")
-    dist.init_process_group("gloo" if device == "cpu" else None, timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group({"cpu": "gloo", "cuda": "nccl"}.get(device), timeout=datetime.timedelta(seconds=60))
     checks: dict[str, Callable[[], str]] = {}
     for name, wrap in (("DDP", ddp), ("FSDP2", fsdp2)):
         for precision in TOLERANCES:

@@ -21,6 +21,7 @@ from torch.utils.data import Dataset
 SHORTEST = 40  # bytes
 BEGIN = 0  # the byte that stands before a document, and fills short ones up
 IGNORE = -100  # the label of a position that no byte stands on
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -33,7 +34,9 @@ def documents(count: int, longest: int, root: Path | None = None) -> list[bytes]
 
 def _functions(root: Path, longest: int) -> Iterator[bytes]:
     seen: set[bytes] = set()
-    for path in sorted(root.glob("*.py")):
+    for path in sorted(root.rglob("*.py")):
+        if not _LEFT_OUT.isdisjoint(path.relative_to(root).parts):
+            continue
         try:
             text = path.read_text(encoding="utf-8")
             tree = ast.parse(text)

@@ -117,7 +117,18 @@ def test_two_replicas_under_the_doctor_are_silent_and_have_the_losses_of_one_pro
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     doctor = ["-m", "halfstep", "run", "--json", str(tmp_path / "doctor.json"), "--", str(SCRIPT)]
     done = subprocess.run(
-        [*torchrun, *doctor, *QUICK, "--micro-batch", "2", "1", "4", "--json", str(tmp_path / "runs.json")],
+        [
+            *torchrun,
+            *doctor,
+            *QUICK,
+            "--updates=4",
+            "--micro-batch",
+            "2",
+            "1",
+            "4",
+            "--json",
+            str(tmp_path / "runs.json"),
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -125,7 +136,7 @@ def test_two_replicas_under_the_doctor_are_silent_and_have_the_losses_of_one_pro
     )
     assert done.returncode == 0, done.stderr
     assert "largest gap" in done.stdout
-    single = run(folder=tmp_path)
+    single = run("--updates=4", folder=tmp_path)
     capsys.readouterr()
     runs = json.loads((tmp_path / "runs.json").read_text())["runs"]
     assert [(run["m"], run["A"], run["D"]) for run in runs] == [(2, 8, 2), (1, 16, 2), (4, 4, 2)]
