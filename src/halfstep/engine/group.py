@@ -72,7 +72,8 @@ def examples_of(batch: Any) -> int | None:
 
 
 class Group(Generic[Batch]):
-    """The micro-batches of one update: iterate over it once, with one ``manager.backward`` (or more) for each.
+    """The micro-batches of one update: iterate over it once, with one ``manager.backward`` for each (several losses as
+    a list; more than one backward only where weights are known ahead).
 
     ``weight``    W, the supervised elements of the whole group and of every replica; None where they are read from
                   the loss as it comes. ``weights`` has one entry a term.

@@ -226,7 +226,8 @@ class MixedPrecisionManager(Records):
     def grad(self, outputs: Any, inputs: Any, **torch_kwargs: Any) -> tuple[Tensor | None, ...]:
         """``torch.autograd.grad`` through half precision: scaled on the way, unscaled when it returns.
 
-        For penalties on gradients: ``create_graph=True``, then make the penalty part of the loss.
+        For penalties on gradients: ``create_graph=True``, then make the penalty part of the loss. Under FP16 the scale
+        is lowered until nothing overflows, which looks at the gradients: on an accelerator that waits.
         """
         first = outputs if isinstance(outputs, Tensor) else outputs[0]
         if first.device != self._device:

@@ -36,10 +36,10 @@ def norm_of(max_norm: Any) -> float | None:
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False and nothing that merely counts as such: "no" would count as True."""
-    if not isinstance(value, bool):
+    """True or False (1 or 0), and nothing that merely counts as such: "no" would count as True."""
+    if not (isinstance(value, int) and value in (0, 1)) and type(value).__name__ != "bool_":
         raise PolicyError(f"{name}={value!r}, of type {type(value).__name__}, is no flag", "True or False")
-    return value
+    return bool(value)
 
 
 def number(name: str, value: Any, fix: str) -> float:
