@@ -106,7 +106,7 @@ class Flight:
 
     def manager_like(self) -> MixedPrecisionManager:
         """A manager with the same policy and scale, of one process, that keeps no record."""
-        changes = {"record": None, "replicas": 1, "on_nonfinite": "skip"}
+        changes = {"record": None, "replicas": 1, "on_nonfinite": "skip", "on_duplicate": "ignore"}
         twin = MixedPrecisionManager(**self.manager._settings | changes)
         twin.load_state_dict(self.manager.scaler.full_state())
         return twin
