@@ -49,6 +49,8 @@ def helper(k: int) -> float:
         (lambda k: (1 - k / TOTAL) ** 0.9, TOTAL),
         (lambda k: 0.5 * (1 + math.cos(math.pi * k / TOTAL)), TOTAL),
         (cosine_after_warmup, TOTAL),
+        (lambda k: (k + 1) / WARM if k < WARM else 1 - (k - WARM) / (TOTAL - WARM), TOTAL),  # 1 twice at the top
+        (lambda k: (k + 1) / WARM if k < WARM else min(1.0, max(0.0, (TOTAL - k) / 40)), TOTAL),  # held, then down
         (functools.partial(bound, num_warmup_steps=4, num_training_steps=60), 60),
         (closed(72), 72),
         (lambda k: min(1.0, (k + 1) / WARM), None),  # a warm-up has no end to reach

@@ -167,6 +167,8 @@ def _tried(function: Callable[[int], Any]) -> int | None:
         points = list(_points())
         values = [_real(function(n)) for n in points]
         top = max(range(len(values)), key=lambda i: values[i])
+        while top + 1 < len(values) and values[top + 1] == values[top]:
+            top += 1  # where warm-up meets decay the factor stays for a call
         low = top
         while low + 1 < len(values) and values[low + 1] < values[low] and values[low] > 0:
             low += 1
