@@ -252,6 +252,23 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
+def test_a_loader_draws_the_same_order_afterwards() -> None:
+    data = [(torch.randn(6), torch.tensor(k % 3)) for k in range(12)]
+    own = torch.Generator().manual_seed(5)
+    loaders = [
+        torch.utils.data.DataLoader(data, 4, shuffle=True, generator=own),
+        torch.utils.data.DataLoader(data, 4, shuffle=True),
+        torch.utils.data.DataLoader(data, 4, sampler=torch.utils.data.RandomSampler(data, generator=own)),
+    ]
+    model = nn.Linear(6, 3)
+    for loader in loaders:
+        states = own.get_state(), torch.get_rng_state()
+        assert MixedPrecisionManager(False).preflight(
+            model, adam(model), lambda m, b: F.cross_entropy(m(b[0]), b[1]), loader
+        )
+        assert same(states, (own.get_state(), torch.get_rng_state()))
+
+
 def test_a_run_after_it_is_the_run_without_it() -> None:
     def run(preflight: bool) -> list[Any]:
         torch.manual_seed(3)

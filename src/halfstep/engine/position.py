@@ -167,7 +167,7 @@ def _resumes_itself(loader: Any) -> bool:
     return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
+def generators_of(loader: Any) -> list[torch.Generator]:
     """The loader's own generators: its, its sampler's, its batch sampler's, once each."""
     found: list[torch.Generator] = []
     batch_sampler = getattr(loader, "batch_sampler", None)
@@ -179,14 +179,14 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 
 def _state_of(loader: Any) -> dict[str, Any]:
-    return {"torch": torch.get_rng_state(), "loader": [g.get_state() for g in _generators(loader)]}
+    return {"torch": torch.get_rng_state(), "loader": [g.get_state() for g in generators_of(loader)]}
 
 
 def _restore(loader: Any, state: dict[str, Any] | None) -> None:
     if state is None:
         return
     torch.set_rng_state(state["torch"])
-    for generator, value in zip(_generators(loader), state["loader"], strict=False):
+    for generator, value in zip(generators_of(loader), state["loader"], strict=False):
         generator.set_state(value)
 
 

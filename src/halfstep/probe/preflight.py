@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfstep.engine.binding import optimizers_of
 from halfstep.engine.manager import MixedPrecisionManager
-from halfstep.engine.position import random_state, restore_random_state
+from halfstep.engine.position import generators_of, random_state, restore_random_state
 from halfstep.engine.state import in_words
 from halfstep.probe import exchange, judgement, ranks
 from halfstep.probe.checklist import Preflight, Rank, Row
@@ -35,6 +35,7 @@ def preflight(
 ) -> Preflight:
     """See :meth:`halfstep.MixedPrecisionManager.preflight`."""
     state = random_state()
+    own = [(generator, generator.get_state()) for generator in generators_of(batches)]
     others: tuple[Rank, ...] = ()
     together = ranks.several() and manager._settings["replicas"] != 1
     gathered = False
@@ -54,6 +55,8 @@ def preflight(
         raise
     finally:
         restore_random_state(state)
+        for generator, value in own:
+            generator.set_state(value)
         manager._order.witnesses.after()  # backward passes ran, and left nothing
     result = Preflight(tuple(rows), in_words(manager.policy()), others)
     manager._account.prepare(result.failed)
