@@ -93,22 +93,39 @@ def _ran(run: Mapping[str, Any]) -> str:
 
 
 def _updates(doc: Mapping[str, Any]) -> Table:
-    """In each column, or pair of columns, as it is before FP32."""
-    table = Table(box=None, pad_edge=False, header_style="dim", title_style="dim", title_justify="left")
-    several = len({row["optimizer"] for row in doc["updates"]}) > 1
-    titles = ["update", *(["optimizer"] if several else []), "loss", "FP32", "norm", "FP32", "outcome", "applied"]
-    for title in (*titles, "rate"):
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    titles, rows = update_rows(doc)
+    for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
+    for cells, is_parting in rows:
+        table.add_row(*cells, style="bold" if is_parting else None)
+    return table
+
+
+def update_rows(doc: Mapping[str, Any]) -> tuple[list[str], list[tuple[list[str], bool]]]:
+    """Titles; then some updates, as it is before FP32 (once where both are the same), and whether they part there."""
+    several = len({row["optimizer"] for row in doc["updates"]}) > 1
+    titles = [
+        "update",
+        *(["optimizer"] if several else []),
+        "loss",
+        "FP32",
+        "norm",
+        "FP32",
+        "outcome",
+        "applied",
+        "rate",
+    ]
     parted = None if doc["parted"] is None else doc["parted"]["update"]
+    rows = []
     for row in chosen(doc["updates"], parted):
         own, fp32 = row["own"], row["fp32"]
         cells = [f"{row['update']:,}", *([str(row["optimizer"])] if several else [])]
         cells += [shown(x) for x in (own["loss"], fp32["loss"], own["norm"], fp32["norm"])]
         cells += [_both(own["outcome"], fp32["outcome"]), _both(f"{own['applied']:,}", f"{fp32['applied']:,}")]
-        table.add_row(
-            *cells, _both(shown(own["lr"]), shown(fp32["lr"])), style="bold" if row["update"] == parted else ""
-        )
-    return table
+        cells.append(_both(shown(own["lr"]), shown(fp32["lr"])))
+        rows.append((cells, row["update"] == parted))
+    return titles, rows
 
 
 def _both(own: str, fp32: str) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from halfstep.report.chart import curve
-from halfstep.report.comparison import BLAME, chosen, lines, named_layers, shown
+from halfstep.report.comparison import BLAME, lines, named_layers, shown, update_rows
 from halfstep.report.page import whole
 
 _CSS = {"precision": "bad", "not precision": "good", "unknown": ""}
@@ -34,11 +35,7 @@ def _curves(doc: Mapping[str, Any]) -> str:
     for optimizer in sorted({row["optimizer"] for row in rows})[:4]:
         own = [row for row in rows if row["optimizer"] == optimizer]
         skipped = [float(row["update"]) for row in own if row["own"]["outcome"] == "skipped"][:400]
-        for field, name, log in (
-            ("loss", "loss", False),
-            ("norm", "gradient norm", True),
-            ("lr", "learning rate", False),
-        ):
+        for field, name in (("loss", "loss"), ("norm", "gradient norm"), ("lr", "learning rate")):
             both = [[(float(row["update"]), row[side][field]) for row in own] for side in ("own", "fp32")]
             if field == "lr" and len({y for _, y in both[0]} | {y for _, y in both[1]}) < 2:
                 continue
@@ -48,7 +45,7 @@ def _curves(doc: Mapping[str, Any]) -> str:
                     both[0],
                     beside=both[1],
                     x_label="attempted update" + (" (lines: skipped as it is)" if skipped else ""),
-                    log=log,
+                    log=field == "norm" or _is_wide([*both[0], *both[1]]),
                     marks=skipped,
                     mark_label="skipped update",
                 )
@@ -57,17 +54,15 @@ def _curves(doc: Mapping[str, Any]) -> str:
     return f"<section><h2>Both runs</h2>{drawn}</section>" if drawn else ""
 
 
+def _is_wide(points: Sequence[tuple[float, float | None]]) -> bool:
+    """Whether a curve spans so much that only its magnitude can be drawn."""
+    finite = [y for _, y in points if y is not None and math.isfinite(y)]
+    return bool(finite) and min(finite) > 0.0 and max(finite) > 100.0 * min(finite)
+
+
 def _updates(doc: Mapping[str, Any]) -> str:
-    parted = None if doc["parted"] is None else doc["parted"]["update"]
-    rows = [
-        [
-            row["update"],
-            *(row[side][field] for field in ("loss", "norm", "outcome", "applied", "lr") for side in _SIDES),
-        ]
-        for row in chosen(doc["updates"], parted)
-    ]
-    names = ("loss", "norm", "outcome", "applied", "rate")
-    return _table("Updates", ["update", *(t for name in names for t in (name, "in FP32"))], rows)
+    titles, rows = update_rows(doc)
+    return _table("Updates", titles, [cells for cells, _ in rows])
 
 
 def _layers(doc: Mapping[str, Any]) -> str:
@@ -82,14 +77,13 @@ def _layers(doc: Mapping[str, Any]) -> str:
     )
 
 
-_SIDES = ("own", "fp32")
-
-
 def _table(title: str, names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     if not rows:
         return ""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
-    lines = ("".join(f"<td>{escape(_cell(value))}&ensp;</td>" for value in row) for row in rows)
+    lines = (
+        "".join(f"<td style='white-space:nowrap'>{escape(_cell(value))}&emsp;</td>" for value in row) for row in rows
+    )
     return (
         f"<section><h2>{escape(title)}</h2><table><tr>{head}</tr>"
         + "".join(f"<tr>{line}</tr>" for line in lines)
