@@ -110,7 +110,7 @@ class Training:
         self.net = Transformer(sizes.width, sizes.depth, sizes.longest).to(device)
         self.model = DistributedDataParallel(self.net) if split.D > 1 else self.net
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=3e-3, betas=(0.9, 0.99), fused=True)
-        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, chosen.updates + 1, pct_start=0.2)
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 3e-3, chosen.updates + 1, pct_start=0.3)
         self.manager = MixedPrecisionManager(precision=chosen.precision, record=chosen.record)
         texts = documents(sizes.learn + sizes.held_out, sizes.longest)
         if len(texts) < sizes.learn + sizes.held_out:
