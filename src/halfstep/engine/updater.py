@@ -178,7 +178,7 @@ class Updater:
         values["loss"] = share.loss(reference, weights)
         divisor = scale
         if share.mode == "along" and weights is not None:
-            if buffers:
+            if buffers or (len(weights) > 1 and not self._replicas.local):  # a replica that ran dry has no buffers
                 buffers.combine(binding.parameters, [_over(reference, w) for w in weights])
             else:
                 divisor = scale * (weights[0] / reference)

@@ -15,13 +15,20 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from halfstep import HalfstepError, MixedPrecisionManager
+from halfstep.engine.contribute import Contributor
+from halfstep.engine.updater import Updater
 
 TIMEOUT = 2.0  # seconds
 PATIENCE = 50.0  # seconds that one who hangs waits for the others to say so
 
 
-def absent(rank: int, world: int, where: str, how: str, folder: Path) -> dict[str, Any]:
-    """Three updates; in the second, the last rank "dies" or "hangs" before the group opens, or in its "backward"."""
+def absent(rank: int, world: int, where: str, how: str, folder: Path, late: bool = False) -> dict[str, Any]:
+    """Three updates; in the second, the last rank "dies" or "hangs" before the group opens, or in its "backward".
+
+    ``late``: outcomes are known late, as on an accelerator.
+    """
+    for kind in (Contributor, Updater) if late else ():
+        kind.host = property(lambda self: False, lambda self, value: None)  # type: ignore[assignment, method-assign]
     link = dist.new_group(timeout=datetime.timedelta(seconds=TIMEOUT))
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(4, 3), process_group=link)
