@@ -63,16 +63,17 @@ def gather(row: Sequence[int], links: Sequence[Link]) -> list[list[int]]:
 
 
 _LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out", re.IGNORECASE)
+_OWN = re.compile(r"unhandled (cuda|system) error|out of memory|invalid (argument|usage)|internal error", re.IGNORECASE)
 
 
 def lost(error: BaseException, what: str) -> ReplicaLostError | None:
-    """What an exception of a collective says of the other ranks; None where it is of another kind.
+    """What an exception of a collective says of the other ranks; None where it is of another kind, or this rank's own.
 
     Gloo raises plain RuntimeErrors: its words have to do. ``what``: what was being exchanged.
     """
     if isinstance(error, HalfstepError) or not isinstance(error, RuntimeError):
         return None
-    if not isinstance(error, dist.DistError) and not _LOST.search(str(error)):
+    if _OWN.search(str(error)) or not (isinstance(error, dist.DistError) or _LOST.search(str(error))):
         return None
     first = str(error).strip().splitlines()[0]
     return ReplicaLostError(
