@@ -37,6 +37,7 @@ def save(manager: MixedPrecisionManager, random_state: bool) -> dict[str, Any]:
         "scale_touches": manager.scaler.touches,
         "counters": manager._account.counters(),
         "position": manager._position.state(),
+        "reference": manager.replicas.scale or 0.0,
         "norms": manager._journal.window(),
     }
     if random_state:
@@ -77,6 +78,7 @@ def load(manager: MixedPrecisionManager, state: dict[str, Any], position: bool) 
     if position:
         manager._position.load(state["position"])
     manager._journal.load_window(state["norms"])
+    manager.replicas.scale = state.get("reference") or None
     if "random_state" in state:
         _restore_random_state(manager, state)
 

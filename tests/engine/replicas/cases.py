@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from halfstep.engine.contribute import Contributor
 from halfstep.engine.manager import MixedPrecisionManager
+from halfstep.engine.updater import Updater
 
 
 @dataclass
@@ -27,7 +30,7 @@ class Shared:
 
     ``flow``: "ahead" (a weight function), "graph" (read from the loss), "along" (given to backward), "masked" (ahead,
     the loss a hand-written masked mean: NaN where nothing is supervised), "plain" (as the caller scaled it),
-    "flat" (no groups, weights given to backward)
+    "flat" (no groups, weights given to backward); "plain" has no groups either
     """
 
     net: nn.Module
@@ -42,6 +45,8 @@ class Shared:
     lr: float = 0.1
     epochs: int = 1
     optimizer: str = "sgd"
+    late: bool = False
+    """The path of an accelerator, here on CPU tensors: no outcome is known when ``step`` returns."""
 
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -110,6 +115,14 @@ def whole(tensor: Tensor) -> Tensor:
 
 def train(rank: int, world: int, run: Shared) -> dict[str, Any]:
     """The rows of all updates, the parameters after each, and the record."""
+    if not run.late:
+        return _train(rank, run)
+    unread = property(lambda self: False, lambda self, value: None)
+    with patch.object(Contributor, "host", unread, create=True), patch.object(Updater, "host", unread, create=True):
+        return _train(rank, run)
+
+
+def _train(rank: int, run: Shared) -> dict[str, Any]:
     net = copy.deepcopy(run.net)
     model = wrapped(run, net)
     optimizer = OPTIMIZERS[run.optimizer](model.parameters(), lr=run.lr)
@@ -130,11 +143,11 @@ def train(rank: int, world: int, run: Shared) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(run.epochs):
-            if run.flow == "flat":
+            if run.flow in ("flat", "plain"):
                 for position, batch in enumerate(run.data[rank], 1):
                     with manager.context():
                         loss = losses(run, model, batch)
-                    manager.backward(loss, weight=weights(run, batch))
+                    manager.backward(loss, weight=None if run.flow == "plain" else weights(run, batch))
                     if position % run.size == 0:
                         step()
                 if manager.pending:

@@ -9,7 +9,7 @@ import torch
 from tests.engine.replicas.cases import Shared, Slim
 from tests.engine.replicas.company import Company
 from tests.engine.replicas.twin import assert_same
-from tests.engine.runs import Net, batch
+from tests.engine.runs import Net, bad, batch
 
 pytestmark = pytest.mark.processes
 
@@ -40,3 +40,38 @@ def test_ddp(company: Company, world: int, flow: str) -> None:
     if flow == "flat":
         run.policy["replicas"] = "model"
     assert_same(company, run)
+
+
+@pytest.mark.parametrize("flow", ["ahead", "along", "graph"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_outcomes_that_are_known_late(company: Company, wrap: str, flow: str) -> None:
+    """As on an accelerator: weights stay on the device, and who was not finite is told at the next update."""
+    epochs = data(2, 8, 7)
+    epochs[1][2] = bad(1)
+    run = Shared(net(), epochs, flow=flow, wrap=wrap, late=True)
+    results = assert_same(company, run)
+    assert [row["outcome"] for row in results[0]["rows"]] == ["applied", "skipped", "applied", "applied"]
+    notes = [n["message"] for n in results[0]["record"]["notes"] if n["note"] == "not finite"]
+    assert len(notes) == 1
+    assert "micro-batch 1 on rank 1" in notes[0]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_loss_scale_is_one_for_all(company: Company, wrap: str) -> None:
+    """An overflow on one replica halves the scale on every one."""
+    wide = Slim(3, 16)
+    epochs = data(3, 6, 5)
+    epochs[1][0] = bad(1)
+    policy = {"precision": "fp16", "init_scale": 2.0**10}
+    results = assert_same(company, Shared(wide, epochs, wrap=wrap, policy=policy), tolerance=2e-2)
+    assert [result["scale"] for result in results] == [2.0**9, 2.0**9]
+    assert [row["scale"] for row in results[0]["rows"]] == [2.0**10, 2.0**9, 2.0**9]
+
+
+def test_plain_contributions_are_the_mean_of_replicas(company: Company) -> None:
+    """Without weights the loss is taken as it is scaled, and the backend averages it: the shape of old trainers."""
+    epochs = [
+        [batch(k, live=1.0)] for k in range(2)
+    ]  # one micro-batch each, of the same size: the mean of means is right
+    results = assert_same(company, Shared(net(), epochs, size=1, flow="plain"))
+    assert results[0]["rows"][0]["weight"] is None
