@@ -287,3 +287,22 @@ def test_random_numbers_of_another_rank_are_not_put_in(monkeypatch: pytest.Monke
     assert torch.equal(torch.get_rng_state(), before)
     (note,) = manager.report()["notes"]
     assert "saved by rank 0 and loaded on rank 1" in note["message"]
+
+
+def test_states_of_version_1_go_on() -> None:
+    """They had bare generators, and neither sizes nor examples nor a rank."""
+    whole = build("own generator")
+    rows = train(whole, 8)
+    run = build("own generator")
+    train(run, 6)
+    state = run["manager"].state_dict()
+    position = {key: state["position"][key] for key in ("epoch", "micro_batches", "exhausted")}
+    position |= {key: state["position"][key][0] for key in ("start", "now")}
+    old = state | {"version": 1, "position": position, "scale_history": list(state["scale_history"])}
+    del old["rank"]
+    again = build("own generator")
+    for name in ("model", "optimizer", "scheduler"):
+        again[name].load_state_dict(run[name].state_dict())
+    again["manager"].load_state_dict(old)
+    torch.set_rng_state(position["now"]["torch"])
+    assert repr(train(again, 8)) == repr(rows[6:])
