@@ -111,6 +111,20 @@ def test_a_noisy_loss_that_does_not_fall_has_not_failed():
     assert "fails" not in found.words
 
 
+def test_fp32_that_fails_without_growing_is_not_a_matter_of_the_rate():
+    found = verdict(run("own", [2.0] * 30), run("fp32", [2.0, *[math.nan] * 29]))
+    assert found.blame == "not precision"
+    assert "learning rate" not in found.words
+    assert "without growing" in found.words
+
+
+def test_a_spike_at_the_end_is_no_failure():
+    spiked = [2.0 + 0.01 * (-1) ** k for k in range(12)]
+    spiked[5] = spiked[10] = 50.0
+    found = verdict(run("own", [math.inf] * 12), run("fp32", spiked))
+    assert (found.blame, found.wanted) == ("precision", "jittered")
+
+
 def test_fp32_that_ends_worse_acquits_precision():
     found = verdict(run("own", FALLING), run("fp32", [max(loss, 1.0) for loss in FALLING]))
     assert found.blame == "not precision"
@@ -157,6 +171,10 @@ def test_an_exception_that_fp32_goes_past_is_precision():
     assert found.blame == "precision"
     assert "FloatingPointError at train.py:9" in found.words
     assert verdict(own, run("fp32", FALLING[:12])).blame == "unknown"
+    at_once = run("own", [], raised={"type": "RuntimeError", "message": "no Half", "at": "train.py:9"})
+    found = verdict(at_once, run("fp32", FALLING[:10]))
+    assert found.blame == "precision"
+    assert "RuntimeError at train.py:9: no Half, before any update" in found.words
 
 
 # -- when nothing can be said --------------------------------------------------------------------------------------

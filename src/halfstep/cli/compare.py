@@ -46,7 +46,7 @@ all runs and compares what was reached."""
             "--tolerance",
             metavar="T",
             type=_tolerance,
-            help="how far apart the two may end: 0.01, or 2%% of FP32's value (default: 5%%; for the loss also 2%% of "
+            help="how far apart the two may end: 0.01, or 2%% of FP32's value (default: 2%%; for the loss also 2%% of "
             "what FP32 gained and the batches' own noise, whichever is most)",
         )
         parser.add_argument("--seed", metavar="S", type=int, default=0, help="of both runs, before the script's (0)")

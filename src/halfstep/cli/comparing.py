@@ -138,7 +138,7 @@ def _run(args: argparse.Namespace, folder: Path, told: Callable[[list[Process]],
     first = begin("own", args.updates)
     wait([first], lambda: told([first]))
     own = read("own", folder / "own")
-    if not own.points:
+    if not own.points and own.raised is None:
         return  # wrong arguments, say: a second run would tell no more
     second = begin("fp32", _limit(own, args.updates))
     wait([second], lambda: told([second]))

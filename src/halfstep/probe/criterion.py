@@ -11,8 +11,9 @@ from statistics import fmean, stdev
 from halfstep.probe.pair import Account
 from halfstep.probe.parting import Pair
 
-_SHARE = 0.05  # of FP32's value
+_SHARE = 0.02  # of FP32's value
 _GAIN = 0.02  # of what FP32 gained since its first updates
+_TELLING = 5  # updates whose spread tells something
 _NOISE = 2.0  # standard errors of the difference, from batch to batch
 
 
@@ -68,7 +69,7 @@ def outcome_of(criterion: Criterion, own: Account, fp32: Account, matched: Seque
             return None
         count = min(len(ours), len(theirs))
         a, b = ours[count - 1], theirs[count - 1]
-        allowed, how = _given(criterion, b) or (_SHARE * abs(b), "5 % of FP32's value")
+        allowed, how = _given(criterion, b) or (_SHARE * abs(b), "2 % of FP32's value")
         return Outcome(a, b, theirs[0], allowed, how, 1)
     # An optimizer's own curve: of a script with several, the one that makes most updates.
     counts = Counter(point.optimizer for point, _ in matched)
@@ -78,17 +79,17 @@ def outcome_of(criterion: Criterion, own: Account, fp32: Account, matched: Seque
     both = [(a, b) for a, b in both if a is not None and b is not None]
     if not both:
         return None
-    window = max(1, min(len(both) // 5, 50))
+    window = max(1, min(50, max(len(both) // 5, min(3, len(both) // 2))))
     last, start = both[-window:], both[0][1]
     a, b = fmean(x for x, _ in last), fmean(x for _, x in last)
-    finite = window > 1 and all(math.isfinite(x) for pair in last for x in pair)
+    finite = window >= _TELLING and all(math.isfinite(x) for pair in last for x in pair)
     given = _given(criterion, b)
     if given is not None:
         return Outcome(a, b, start, *given, window, main, both)
     gained = abs(start - b) if criterion.metric == "loss" and math.isfinite(start) else 0.0
     noise = _NOISE * stdev(x - y for x, y in last) / math.sqrt(window) if finite else 0.0
     options = [
-        (_SHARE * abs(b), "5 % of FP32's value"),
+        (_SHARE * abs(b), "2 % of FP32's value"),
         (_GAIN * gained, "2 % of what FP32 gained"),
         (noise, f"twice the standard error of the last {window} differences"),
     ]

@@ -100,8 +100,9 @@ class Side:
         if self._session is not None:
             self._session.raised(exc)
         if not isinstance(exc, KeyboardInterrupt):
-            line = traceback.extract_tb(exc.__traceback__)[-1:] if exc.__traceback__ else []
-            at = f"{line[0].filename}:{line[0].lineno}" if line else ""
+            frames = traceback.extract_tb(exc.__traceback__)
+            users = [f for f in frames if "site-packages" not in f.filename and "dist-packages" not in f.filename]
+            at = "".join(f"{f.filename}:{f.lineno}" for f in (users or frames)[-1:])
             self._teller.tell("raised", type=type(exc).__name__, message=str(exc)[:500], at=at)
 
     def finish(self, code: int | None, by: str) -> int | None:

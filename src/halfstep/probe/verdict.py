@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ HANDLING = frozenset(RULES["Loss scaling and call order"]) - {
     "nonfinite-update-applied",
     "scaler-without-fp16",
 }
+_SPIKES = 5  # updates whose median no spike moves
 _NOISY = 3.0  # and so many times as much above it as the loss usually moves from one update to the next
 
 
@@ -117,6 +119,9 @@ def _verdict(case: _Case) -> tuple[Blame, str]:
     if doubt is not None:
         return "unknown", doubt
     outcome, own, fp32 = case.outcome, case.own, case.fp32
+    if not own.points and own.raised is not None:
+        error = f"{own.raised['type']} at {own.raised['at']}: {own.raised['message']}"
+        return "precision", f"as it is the script ended by {error}, before any update; FP32 goes on past it"
     assert outcome is not None
     name = case.criterion.metric.replace("grad_norm", "gradient norm")
     ends = f"{name} {number(outcome.own)} as it is, {number(outcome.fp32)} in FP32"
@@ -129,10 +134,7 @@ def _verdict(case: _Case) -> tuple[Blame, str]:
         return "not precision", f"nothing in the script was seen to compute in half precision: both are FP32 ({ends})"
     failed = _failed(case, outcome)
     if failed is not None:
-        return "not precision", (
-            f"FP32 fails too: {failed} ({ends}). Look at what both runs share: the learning rate first, then data and "
-            "initialisation"
-        )
+        return "not precision", f"FP32 fails too ({ends}): {failed}"
     end = None if own.raised is None else f"{own.raised['type']} at {own.raised['at']}"
     if end is not None and fp32.raised is None and len(fp32.points) > len(own.points):
         return "precision", (
@@ -236,6 +238,8 @@ def _doubt(case: _Case) -> str | None:
         error = f"{fp32.raised['type']}: {fp32.raised['message']}"
         done = f" after {len(fp32.points)} updates" if fp32.points else ""
         return f"the FP32 run ended{done} by {error} ({fp32.raised['at']})"
+    if not own.points and own.raised is not None and fp32.raised is None and fp32.points:
+        return None
     if not own.points and not fp32.points:
         status = own.status or 0
         ended = f": it ended by signal {-status}" if status < 0 else f": it ended with exit status {status}"
@@ -278,18 +282,30 @@ def _is_better(one: float, other: float) -> bool:
 
 
 def _failed(case: _Case, outcome: Outcome) -> str | None:
-    """How FP32 itself failed; None where it did not."""
-    criterion, losses = case.criterion, [(b.attempted, b.loss) for _, b in case.matched if b.loss is not None]
-    if not criterion.of_updates:
-        return None if math.isfinite(outcome.fp32) else f"its {criterion.metric} is {outcome.fp32}"
-    rise = outcome.fp32 - outcome.first
-    moves = [abs(b - a) for (_, a), (_, b) in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
-    noise = max((_WORSE - 1.0) * abs(outcome.first), _NOISY * median(moves or [0.0]))
-    if math.isfinite(outcome.fp32) and not (criterion.metric == "loss" and rise > noise):
+    """How FP32 itself failed, and where to look then; None where it did not."""
+    if not case.criterion.of_updates:
+        return None if math.isfinite(outcome.fp32) else f"its {case.criterion.metric} is {outcome.fp32}"
+    losses = [(b.attempted, b.loss) for _, b in case.matched if b.optimizer == outcome.optimizer and b.loss is not None]
+    if not losses:
         return None
-    above = next((n for n, loss in losses if not loss <= 2.0 * _WORSE * abs(outcome.first)), None)
-    when = "" if above is None else f", more than twice that from update {above} on"
-    return f"its loss goes from {number(outcome.first)} to {number(outcome.fp32)}{when}"
+    first, ends = losses[0][1], outcome.fp32
+    if math.isfinite(ends):
+        moves = [abs(b - a) for (_, a), (_, b) in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
+        noise = max((_WORSE - 1.0) * abs(first), _NOISY * median(moves or [0.0]))
+        ends = median(loss for _, loss in losses[-max(_SPIKES, outcome.window) :])
+        if case.criterion.metric != "loss" or not ends - first > noise:
+            return None
+    before = itertools.takewhile(lambda row: math.isfinite(row[1]), losses)
+    grown = next((n for n, loss in before if loss > 2.0 * _WORSE * abs(first)), None)
+    if grown is None:
+        return (
+            f"its loss goes from {number(first)} to {number(ends)} without growing before. Look for what is not finite "
+            "in any precision: the data, a division, a root; the doctor says more"
+        )
+    return (
+        f"its loss goes from {number(first)} to {number(ends)}, more than twice that from update {grown} on. Look at "
+        "what both runs share: the learning rate first, then data and initialisation"
+    )
 
 
 def _backwards(account: Account) -> str:
