@@ -176,3 +176,31 @@ def test_an_update_that_was_refused_leaves_the_watch_in_order() -> None:
     assert session.summary.applied == 6
     assert session.summary.attempted == 6
     assert not [f for f in session.findings if f.rule == "halfstep-internal"]
+
+
+@pytest.mark.parametrize("same", [True, False], ids=["same optimizer", "all new"])
+def test_a_run_that_is_resumed_has_its_scale_restored(same: bool, tmp_path: Path) -> None:
+    with Session() as session:
+        first = Loop()
+        first.train(3)
+        parts = ("model", "optimizer", "scheduler", "manager")
+        torch.save({part: getattr(first, part).state_dict() for part in parts}, tmp_path / "run.pt")
+        second = Loop(init_scale=2.0**10)
+        if same:
+            second.model, second.optimizer, second.scheduler = first.model, first.optimizer, first.scheduler
+        saved = torch.load(tmp_path / "run.pt", weights_only=False)
+        for part in parts:
+            getattr(second, part).load_state_dict(saved[part])
+        second.train(3)
+    assert second.manager.report()["counters"]["skipped"] == first.manager.report()["counters"]["skipped"]
+    assert not loud(session)
+
+
+def test_a_manager_made_anew_over_the_same_optimizer_loses_its_scale() -> None:
+    with Session() as session:
+        first = Loop()
+        first.train(3)
+        second = Loop()
+        second.model, second.optimizer, second.scheduler = first.model, first.optimizer, first.scheduler
+        second.train(3)
+    assert [rule for rule, _ in loud(session)] == ["scaler-recreated"]

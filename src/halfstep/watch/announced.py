@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from halfstep.events import Attempt, GradientsCleared, ScalerMade, ScaleUpdated
+from halfstep.events import Attempt, GradientsCleared, ScalerMade, ScaleUpdated, StateLoaded
 from halfstep.events.audience import LISTENERS
 from halfstep.watch.gradients import Gradients, Mark
 from halfstep.watch.halves import Halves
@@ -69,7 +69,8 @@ class Announced:
         self._scalers.announced = None
 
     def _know(self, scaler: Any) -> None:
-        """The engine switches its scaler on once it knows the device: tell it as made then, where it was made."""
+        """The engine switches its scaler on once it knows the device: tell it as made then, where it was made, and
+        as loaded if it was."""
         ident, scale = self._session.ident("scaler", scaler), self._scalers.scale_now(scaler)
         if ident in self._made or scale is None:
             return
@@ -85,6 +86,8 @@ class Announced:
             backoff_factor=float(scaler._backoff_factor),
             growth_interval=int(scaler._growth_interval),
         )
+        if ident in self._scalers.loaded:
+            self._session.stream.emit(StateLoaded, at=self._scalers.loaded[ident], kind="scaler", ident=ident)
 
     # -- updates -------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ class Scalers:
         self._scales: dict[int, torch.Tensor] = {}
         self._reads: Counter[Place | None] = Counter()
         self.off: dict[int, Place | None] = {}  # where scalers were made that were switched off then
+        self.loaded: dict[int, Place | None] = {}  # and where a state was loaded into them
 
     announced: PerThread[Mark | None] = PerThread(lambda: None)  # of the engine's backward that is running
     _within: PerThread[Counter[str]] = PerThread(Counter)
@@ -105,7 +106,10 @@ class Scalers:
     def _after_load(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ident = self._session.ident("scaler", args[0])
         self._scales.pop(ident, None)
-        self._session.stream.emit(StateLoaded, at=self._session.place(), kind="scaler", ident=ident)
+        at = self._session.place()
+        if ident in self.off:
+            self.loaded[ident] = at
+        self._session.stream.emit(StateLoaded, at=at, kind="scaler", ident=ident)
 
     def _after_get(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         at = self._session.place()
