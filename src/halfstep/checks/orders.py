@@ -10,6 +10,7 @@ from halfstep.checks.story import Story
 from halfstep.events import Contribution, Event, Finding, ModuleCalled, OrderPassed
 
 _INDICES = 8
+_BY_HAND = frozenset({"randperm", "shuffle", "permutation"})  # orders that the script drew itself
 _BATCHES = 4  # of a pass that was broken off
 
 
@@ -44,7 +45,7 @@ class EpochOrderRepeats(BaseCheck):
 
     def _passed(self, event: OrderPassed) -> Iterable[Finding]:
         source = self._sources.setdefault(event.source, _Source())
-        by_hand = event.sampler == "randperm"
+        by_hand = event.sampler in _BY_HAND
         source.passes += 2 if by_hand and not source.passes else 1  # the first draw has none to be compared with
         same_run = not source.optimizers or bool(source.optimizers & self._last)
         source.optimizers = self._last
@@ -54,6 +55,7 @@ class EpochOrderRepeats(BaseCheck):
             return
         if event.repeats != event.batches:
             source.same = 1
+            self._drawn = None  # several orders were drawn: the one that repeats may be for an evaluation
             return
         source.same += 1
         if by_hand:
@@ -64,7 +66,7 @@ class EpochOrderRepeats(BaseCheck):
     def _finding(self, event: OrderPassed, source: _Source) -> Finding:
         if event.sampler_epoch:
             fix = "sampler.set_epoch(epoch) at the start of each epoch"
-        elif event.sampler == "randperm":
+        elif event.sampler in _BY_HAND:
             fix = "seed the generator once, before the first epoch (or with seed + epoch)"
         else:
             fix = "seed the sampler's generator once, before the first epoch (or with seed + epoch)"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import random
+import sys
 import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -68,6 +70,7 @@ class Loaders:
         self._homes: dict[Any, tuple[Any, int]] = {}  # line, type and size -> the data last seen there, its number
         self._drawn: OrderedDict[tuple[str, int], tuple[int, int, int]] = OrderedDict()  # line -> hash, micro, key
         self._loading = 0
+        self._numpy = False
 
     def install(self, patches: Patches) -> None:
         base = dataloader._BaseDataLoaderIter
@@ -76,6 +79,12 @@ class Loaders:
         patches.around(base, "_next_index", self._before_begin, self._after_index, self._failed_begin)
         patches.around(base, "__next__", self._before_next, None, self._failed_next)
         self._patch_randperm(patches)
+        for owner in (random, random.Random):
+            patches.around(owner, "shuffle", None, self._after_shuffle)
+            patches.around(owner, "sample", None, self._after_sample)
+        self._numpy = False
+        self._patch_numpy(patches)
+        patches.around(torch.optim.Optimizer, "__init__", None, lambda *_: self._patch_numpy(patches))
 
     # -- a loader's passes ---------------------------------------------------------------------------------------
 
@@ -159,6 +168,13 @@ class Loaders:
         (file, line), _ = next(reversed(self._drawn.items()))
         return Place(file, line)
 
+    def _patch_numpy(self, patches: Patches) -> None:
+        """NumPy's own functions, once the script has imported it (it has when it makes an optimizer)."""
+        if "numpy.random" in sys.modules and not self._numpy:
+            self._numpy = True
+            patches.around(sys.modules["numpy.random"], "shuffle", None, self._after_shuffle)
+            patches.around(sys.modules["numpy.random"], "permutation", None, self._after_draw)
+
     # -- permutations drawn by hand ------------------------------------------------------------------------------
 
     def _patch_randperm(self, patches: Patches) -> None:
@@ -180,12 +196,35 @@ class Loaders:
         patches.replace(torch, "randperm", randperm)
 
     def _permuted(self, order: torch.Tensor) -> None:
-        if order.device.type != "cpu" or order.numel() < _FEW or type(order) is not torch.Tensor:
+        if order.device.type == "cpu" and order.numel() >= _FEW and type(order) is torch.Tensor:
+            self._drew("randperm", hash(order.numpy().tobytes()), order.numel())
+
+    def _after_shuffle(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A list or an array, in an order of its own now: the last positional argument of a function or a method."""
+        self._shuffled("shuffle", kwargs.get("x", args[-1] if args else None))
+
+    def _after_draw(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._shuffled("permutation", result)
+
+    def _after_sample(self, token: Any, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(result) in map(_size, (*args, *kwargs.values())):  # all of them: an order, not a selection
+            self._shuffled("permutation", result)
+
+    def _shuffled(self, how: str, order: Any) -> None:
+        if self._loading or (_size(order) or 0) < _FEW:
             return
+        try:
+            if isinstance(order, list):
+                self._drew(how, hash(tuple(order)), len(order))
+            elif hasattr(order, "tobytes"):
+                self._drew(how, hash(order.tobytes()), len(order))
+        except TypeError:  # a list of lists
+            return
+
+    def _drew(self, how: str, number: int, size: int) -> None:
         at = self._session.place()
         if at is None:
             return
-        number = hash(order.numpy().tobytes())
         micro = self._session.stream.micro
         line = (at.file, at.line)
         old, began, key = self._drawn.get(line, (None, micro, 0))
@@ -199,11 +238,11 @@ class Loaders:
                 OrderPassed,
                 at=at,
                 source=key,
-                sampler="randperm",
+                sampler=how,
                 shuffles=True,
                 began=began,
                 batches=1,
-                indices=order.numel(),
+                indices=size,
                 repeats=int(old == number),
             )
 
