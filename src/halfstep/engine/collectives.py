@@ -62,7 +62,7 @@ def gather(row: Sequence[int], links: Sequence[Link]) -> list[list[int]]:
     return rows.tolist()
 
 
-_LOST = re.compile(r"gloo|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out", re.IGNORECASE)
+_LOST = re.compile(r"/gloo/|nccl|connection (closed|reset|refused)|broken pipe|timed? ?out", re.IGNORECASE)
 _OWN = re.compile(r"unhandled (cuda|system) error|out of memory|invalid (argument|usage)|internal error", re.IGNORECASE)
 
 
@@ -135,6 +135,19 @@ def average(parameters: Sequence[Tensor], links: Sequence[Link]) -> None:
                 dist.all_reduce(flat, group=link)
             for gradient, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+
+def differ(parameters: Sequence[Tensor], links: Sequence[Link]) -> bool:
+    """Whether replicas hold other parameters: told by their sums. A collective."""
+    own = plain_sum(parameters)
+    return len({tuple(row) for row in gather(own, links)}) > 1
+
+
+@torch.no_grad()
+def plain_sum(parameters: Sequence[Tensor]) -> list[int]:
+    """Σ p and Σ |p| over all parameters, as bits."""
+    values = [plain(p).double() for p in parameters if plain(p).numel()]
+    return [bits(sum(float(v.sum()) for v in values)), bits(sum(float(v.abs().sum()) for v in values))]
 
 
 def plain(tensor: Tensor) -> Tensor:

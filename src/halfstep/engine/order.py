@@ -101,7 +101,7 @@ class Order:
         opening = None if group is None else group.opening
         if opening is not None and opening.weights is not None:
             local = group is None or group.apart
-            if not local and not apart and not replicas.exchanged:
+            if not local and not apart and not replicas.exchanged(binding.modules):
                 raise MisuseError(
                     "the gradients of this group have not been exchanged: the last forward that was supervised did not "
                     "go through the wrapped model",
@@ -114,7 +114,7 @@ class Order:
                 len(share),
                 None if share.weights is None else [float(w) for w in share.weights],
                 empty=share.empty,
-                apart=apart or (group is not None and group.apart),
+                local=apart or (group is not None and group.apart) or not replicas.exchanged(binding.modules),
                 guessed=self.contributor.counted_examples is not None,
             )
         return closing if opening is None else replace(closing, examples=opening.examples)
@@ -203,7 +203,7 @@ class Order:
         """After an attempt: its contributions are used, their group is over once all are."""
         self.ledger.settle(share)
         if not self.contributor.replicas.local:
-            self.contributor.replicas.forget()
+            self.contributor.replicas.forget(binding.modules)
         self.contributor.leaves = []
         self.witnesses.keep(binding.parameters, binding.ids, known)
         group = self.group

@@ -95,6 +95,13 @@ class Replicas:
                     "one manager for each set of replicas",
                 )
         self._met[key] = [weakref.ref(module) for module in modules], layout
+        if layout.links and not layout.wrappers:
+            with self.answered("sums of parameters"):
+                if collectives.differ([p for module in modules for p in module.parameters()], layout.links):
+                    raise MisuseError(
+                        "the parameters differ between the replicas: averaged gradients would keep them apart",
+                        "one seed, or one checkpoint, for all of them; DistributedDataParallel sends those of rank 0",
+                    )
         if layout.links or not self._links:
             self._links = layout.links
             self.degree, self.averaging = layout.degree, layout.averaging
@@ -167,6 +174,8 @@ class Replicas:
         if not wrappers or not opening.complete:
             return None, True
         if weights is None:
+            if any(wrapper.compiled for wrapper in wrappers):  # whether zeros could be given is not known
+                return None, True
             return micro_batches - 1, False
         return max(position for position, own in enumerate(weights) if any(own)), False
 
@@ -193,8 +202,9 @@ class Replicas:
             for wrapper in self.wrappers():
                 wrapper.nothing()
 
-    def forget(self) -> None:
-        for wrapper in self.wrappers():
+    def forget(self, modules: Sequence[nn.Module] | None = None) -> None:
+        """Contributions to these modules (None: all) are used or dropped."""
+        for wrapper in self.wrappers() if modules is None else self._of(modules):
             wrapper.forget()
 
     def reference(self, first: float, micro_batches: int) -> float:
@@ -207,9 +217,9 @@ class Replicas:
         return self.scale or 1.0
 
     def close(
-        self, mode: str, contributions: int, weights: Sequence[float] | None, *, empty: bool, apart: bool, guessed: bool
+        self, mode: str, contributions: int, weights: Sequence[float] | None, *, empty: bool, local: bool, guessed: bool
     ) -> Closing:
-        """W over all replicas; ``apart``: gradients were gathered outside backward."""
+        """W over all replicas; ``local``: gradients here have not been exchanged."""
         with self.answered("the counts of an update"):
             return close_group(
                 collectives.rank(),
@@ -217,15 +227,18 @@ class Replicas:
                 contributions,
                 weights,
                 empty=empty,
-                local=apart or not self.exchanged,
+                local=local,
                 guessed=guessed,
                 links=self._links,
             )
 
-    @property
-    def exchanged(self) -> bool:
-        """Whether what is in the gradients here has been exchanged."""
-        wrappers = self.wrappers()
+    def _of(self, modules: Sequence[nn.Module]) -> list[Wrapper]:
+        entry = self._met.get(tuple(map(id, modules)))
+        return self.wrappers() if entry is None else entry[1].wrappers
+
+    def exchanged(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether what is in the gradients of these modules here has been exchanged."""
+        wrappers = self._of(modules)
         return bool(wrappers) and all(wrapper.exchanged or wrapper.sharded for wrapper in wrappers)
 
     def average(self, parameters: Sequence[Tensor]) -> None:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from halfstep.errors import UnsupportedError
+
 Edge = tuple[GradientEdge, torch.Size, torch.dtype, torch.device]
 
 
@@ -76,6 +78,11 @@ class Wrapper:
         """
         edges, self._edges = self._edges, []
         if not edges:
+            if self.compiled and self.waits():
+                raise UnsupportedError(
+                    f"a contribution of weight 0 through a compiled {self.kind}: other ranks wait for its backward",
+                    "manager.groups(…, model=model), or torch.compile inside the wrapper",
+                )
             return False
         leaves: list[Any] = [p for p in self._leaves() if p.requires_grad]
         handles = [leaf.register_hook(torch.zeros_like) for leaf in leaves]

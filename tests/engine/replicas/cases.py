@@ -45,6 +45,8 @@ class Shared:
     lr: float = 0.1
     epochs: int = 1
     optimizer: str = "sgd"
+    named: bool = True
+    """Whether ``groups`` is given the model."""
     late: bool = False
     """The path of an accelerator, here on CPU tensors: no outcome is known when ``step`` returns."""
 
@@ -65,11 +67,16 @@ class Slim(Net):
 
 
 def wrapped(run: Shared, net: nn.Module) -> nn.Module:
-    """``wrap``: "ddp", "fsdp" (``options`` may name a mesh and its dimensions; the rest is fully_shard's), "none"."""
+    """``wrap``: "ddp", "compiled" (that, compiled), "none", or "fsdp".
+
+    ``options`` are those of the wrapper; for "fsdp" they may name the shape of a mesh.
+    """
     if run.wrap == "none":
         return net
     if run.wrap == "ddp":
         return DistributedDataParallel(net, **run.options)
+    if run.wrap == "compiled":
+        return torch.compile(DistributedDataParallel(net, **run.options), backend="eager")  # type: ignore[return-value]
     options = dict(run.options)
     shape, factor = options.pop("mesh", (dist.get_world_size(),)), options.pop("factor", None)
     names = ("dp",) if len(shape) == 1 else ("replicate", "shard")
@@ -154,7 +161,8 @@ def _train(rank: int, run: Shared) -> dict[str, Any]:
                     step()
                 continue
             weigher = (lambda batch: weights(run, batch)) if run.flow in ("ahead", "masked") else None
-            for group in manager.groups(run.data[rank], run.size, weight=weigher, model=model, drop_last=run.drop_last):
+            shown = model if run.named else None
+            for group in manager.groups(run.data[rank], run.size, weight=weigher, model=shown, drop_last=run.drop_last):
                 for batch in group:
                     with manager.context():
                         loss = losses(run, model, batch)

@@ -158,6 +158,15 @@ def refused(rank: int, world: int, what: str) -> str:
         elif what == "policy":
             policy["on_nonfinite"] = ("skip", "ignore")[rank]
             loop(DistributedDataParallel(model), data, **policy)
+        elif what == "seeds":
+            torch.manual_seed(rank)
+            loop(Tower(), data, replicas=dist.group.WORLD)
+        elif what == "not finite":
+            data[1][0][0, 0] = (0.0, torch.inf)[rank]
+            loop(DistributedDataParallel(model), data, on_nonfinite="raise")
+        elif what == "last":
+            wrapped = DistributedDataParallel(model)
+            next(MixedPrecisionManager(precision="fp32").groups(data, 2, model=wrapped, drop_last=rank == 1))
         elif what == "size":
             wrapped = DistributedDataParallel(model)
             next(iter(MixedPrecisionManager(precision="fp32").groups(data, 2 + rank, model=wrapped)))

@@ -9,7 +9,7 @@ import torch
 from tests.engine.replicas.cases import Shared, Slim
 from tests.engine.replicas.company import Company
 from tests.engine.replicas.twin import assert_same
-from tests.engine.runs import Net, bad, batch
+from tests.engine.runs import Net, bad, batch, dead
 
 pytestmark = pytest.mark.processes
 
@@ -54,6 +54,20 @@ def test_outcomes_that_are_known_late(company: Company, wrap: str, flow: str) ->
     notes = [n["message"] for n in results[0]["record"]["notes"] if n["note"] == "not finite"]
     assert len(notes) == 1
     assert "micro-batch 1 on rank 1" in notes[0]
+
+
+@pytest.mark.parametrize("flow", ["ahead", "graph"])
+def test_a_model_that_groups_is_not_told(company: Company, flow: str) -> None:
+    """Its first group exchanges in every backward, which changes nothing; from the update on it is known."""
+    assert_same(company, Shared(net(), data(4, 6, 6), flow=flow, policy={"replicas": "world"}, named=False))
+
+
+def test_compiled(company: Company) -> None:
+    """Its forward is not seen: a replica that turns out to weigh nothing could not take part in its backward."""
+    epochs = data(5, 4, 4)
+    epochs[0][3] = dead(1)
+    for flow in ("ahead", "graph"):
+        assert_same(company, Shared(net(), epochs, flow=flow, wrap="compiled"))
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
