@@ -21,6 +21,7 @@ SIDES = ("own", "fp32", "scaled", "jittered")
 """The script as it is; in FP32; in FP32, its loss scalers left on; in FP32 with random errors as large as rounding's in
 every gradient. The last two are made only where they decide."""
 TOLD, REACHED = "told.jsonl", "reached"
+_FOREIGN = (str(Path(__file__).parents[1]), "site-packages", "dist-packages")
 _WHOLE = 4096  # updates told one by one; of later ones every 2^k-th, so that a long run stays readable
 
 
@@ -101,7 +102,7 @@ class Side:
             self._session.raised(exc)
         if not isinstance(exc, KeyboardInterrupt):
             frames = traceback.extract_tb(exc.__traceback__)
-            users = [f for f in frames if "site-packages" not in f.filename and "dist-packages" not in f.filename]
+            users = [f for f in frames if not any(place in f.filename for place in _FOREIGN)]
             at = "".join(f"{f.filename}:{f.lineno}" for f in (users or frames)[-1:])
             self._teller.tell("raised", type=type(exc).__name__, message=str(exc)[:500], at=at)
 
