@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import halfstep
-from halfstep import MixedPrecisionManager, PolicyError
+from halfstep import MixedPrecisionManager, PolicyError, RecordError
 
 
 def train(precision: str = "fp16", epochs: int = 3, **policy: Any) -> MixedPrecisionManager:
@@ -96,6 +96,20 @@ def test_the_journal_follows_into_a_directory(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     train("bf16", record=seen.append)
     assert len(seen) == 9
+
+
+def test_a_journal_that_cannot_be_written_any_more_ends_and_the_run_goes_on(tmp_path: Path) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    (tmp_path / "journal.jsonl").symlink_to(full)
+    with pytest.warns(UserWarning, match="ends here: .*No space left") as told:
+        manager = train("bf16", record=tmp_path)
+    assert len([warning for warning in told if "ends here" in str(warning.message)]) == 1
+    assert manager.report()["counters"]["applied"] == 9
+    (tmp_path / "file").touch()
+    with pytest.raises(RecordError, match="cannot write a journal"):
+        MixedPrecisionManager(record=tmp_path / "file")
 
 
 def test_per_layer_norms_are_thinned() -> None:

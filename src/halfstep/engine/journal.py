@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -48,18 +49,37 @@ class Lines:
     """
 
     def __init__(self, folder: Path) -> None:
-        number = rank()
-        self.path = folder / (f"journal-rank{number}.jsonl" if number else "journal.jsonl")
+        self.folder = folder
+        self._file: Any = None
+        self._ended = False
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - open for the run's life
         except OSError as error:
-            raise RecordError(
-                f"cannot write a journal in {folder}: {error}", "name a folder that can be written"
-            ) from error
+            raise self._refused(error) from error
+        if not os.access(folder, os.W_OK):
+            raise self._refused("permission denied")
 
     def __call__(self, row: dict[str, Any]) -> None:
-        self._file.write((json.dumps(plain(row), default=str) + "\n").encode())
+        if self._ended:
+            return
+        if self._file is None:
+            self._file = self._open()
+        try:
+            self._file.write((json.dumps(plain(row), default=str) + "\n").encode())
+        except OSError as error:  # a full disk must not end the run between an update and its schedule
+            self._ended = True
+            warnings.warn(f"halfstep: the journal in {self.folder} ends here: {error}", stacklevel=2)
+
+    def _open(self) -> Any:
+        """At the first row: a manager may be made before its process knows its rank."""
+        number = rank()
+        try:
+            return open(self.folder / (f"journal-rank{number}.jsonl" if number else "journal.jsonl"), "ab", buffering=0)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, why: object) -> RecordError:
+        return RecordError(f"cannot write a journal in {self.folder}: {why}", "name a folder that can be written")
 
 
 def rank() -> int:
