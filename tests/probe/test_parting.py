@@ -217,6 +217,15 @@ def test_a_script_in_fp32_has_no_precision_to_blame():
     assert verdict(run("own", FALLING, halves=()), run("fp32", FALLING)).blame == "not precision"
 
 
+def test_what_is_still_half_in_fp32_is_no_reference():
+    fp32 = run("fp32", FALLING)
+    fp32.halves = ["bfloat16"]
+    found = verdict(run("own", FALLING), fp32)
+    assert found.blame == "unknown"
+    assert "bfloat16 was still seen in it" in found.words
+    assert verdict(run("own", [max(loss, 1.0) for loss in FALLING]), fp32).blame == "precision"
+
+
 # -- the criterion -------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Is precision to blame? What the two runs, and the third where there is one, say to the criterion."""
+"""Is precision to blame? What the two runs, and further ones where they were made, say to the criterion."""
 
 from __future__ import annotations
 
@@ -132,6 +132,11 @@ def _verdict(case: _Case) -> tuple[Blame, str]:
                 "draws or computes is not the same twice"
             )
         return "not precision", f"nothing in the script was seen to compute in half precision: both are FP32 ({ends})"
+    if fp32.halves and not (outcome.apart and _is_better(outcome.fp32, outcome.own)):
+        return "unknown", (
+            f"FP32 is no better ({ends}), but it was not FP32 throughout: {', '.join(fp32.halves)} was still seen in "
+            "it. Make the script's half precision an option, and compare with that off"
+        )
     failed = _failed(case, outcome)
     if failed is not None:
         return "not precision", f"FP32 fails too ({ends}): {failed}"
@@ -322,7 +327,8 @@ def _notes(own: Account, fp32: Account, same: Sameness, parted: Parting | None) 
     skipped = [p.attempted for p in own.points if p.outcome == "skipped"]
     if skipped:
         when = f"update {skipped[0]}" if len(skipped) == 1 else f"updates {skipped[0]} to {skipped[-1]}"
-        notes.append(f"as it is {len(skipped)} of {len(own.points)} updates were skipped ({when}), none in FP32")
+        others = sum(p.outcome == "skipped" for p in fp32.points) or "none"
+        notes.append(f"as it is {len(skipped)} of {len(own.points)} updates were skipped ({when}), {others} in FP32")
     if same.data is not None and parted is not None and same.data > parted.update:
         notes.append(f"from update {same.data} on the data differ: they follow from what came before")
     if same.random is not None and (parted is None or same.random > parted.update):
