@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -172,7 +173,7 @@ class Training:
         self.net.train()
         if self.split.D > 1:
             dist.all_reduce(sums)
-        self.bits = float(sums[0] / sums[1]) / 0.6931471805599453
+        self.bits = float(sums[0] / sums[1]) / math.log(2.0)
         self.manager.log(bits_per_byte=self.bits)
         return self.bits
 
@@ -181,13 +182,13 @@ class Training:
 
     def save(self, path: Path) -> None:
         """At an update boundary. Replicas hold the same, so the first one writes; the file is whole or the old one."""
-        if not self.split.D > 1 or dist.get_rank() == 0:
+        if self.split.D == 1 or dist.get_rank() == 0:
             torch.save({name: part.state_dict() for name, part in self._parts().items()}, path.with_suffix(".new"))
             os.replace(path.with_suffix(".new"), path)
 
     def load(self, path: Path) -> int:
         """The updates attempted before. The split may be another one since: their documents are not seen again."""
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         for name, part in self._parts().items():
             part.load_state_dict(state[name])
         return state["manager"]["counters"]["attempted"]
