@@ -185,9 +185,9 @@ def _state_of(loader: Any) -> dict[str, Any]:
 def _restore(loader: Any, state: dict[str, Any] | None) -> None:
     if state is None:
         return
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(state["torch"].cpu())  # loaded with a map_location, it may lie on a device
     for generator, value in zip(generators_of(loader), state["loader"], strict=False):
-        generator.set_state(value)
+        generator.set_state(value.cpu())
 
 
 def random_state() -> dict[str, Any]:
@@ -205,14 +205,14 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
+    torch.set_rng_state(state["torch"].cpu())
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     if "accelerator" in state and torch.accelerator.is_available():
         accelerator = torch.accelerator.current_accelerator()
         module = getattr(torch, accelerator.type, None) if accelerator is not None else None
         if module is not None and hasattr(module, "set_rng_state_all"):
-            module.set_rng_state_all(state["accelerator"])
+            module.set_rng_state_all([value.cpu() for value in state["accelerator"]])
     if "numpy" in state and "numpy" in sys.modules:
         kind, keys, *rest = state["numpy"]
-        sys.modules["numpy"].random.set_state((kind, keys.numpy(), *rest))
+        sys.modules["numpy"].random.set_state((kind, keys.cpu().numpy(), *rest))
