@@ -51,6 +51,8 @@ class Binding:
         self.plain = False
         self.sparse = False
         self.sharded = any(plain(p) is not p for p in self.parameters)
+        if self.sharded:
+            self._require_sharded_kernels()
         self._looked: Any = None
         self._foldable = False
         self._lacking: list[tuple[Optimizer, dict[str, Any], list[Tensor], bool]] = []
@@ -245,6 +247,19 @@ class Binding:
                 "away, and gradients below 6e-8 are zero",
                 "keep the parameters in FP32 (model.float()); autocast runs the operators in half precision. "
                 "BF16 parameters are accepted",
+            )
+
+    def _require_sharded_kernels(self) -> None:
+        kinds = {
+            type(optimizer).__name__
+            for optimizer in self.optimizers
+            if isinstance(optimizer, (torch.optim.SGD, torch.optim.Adagrad))
+            and any(group.get("fused") for group in optimizer.param_groups)
+        }
+        if kinds:
+            raise UnsupportedError(
+                f"torch has no fused {' or '.join(sorted(kinds))} for sharded parameters",
+                "fused=False; Adam and AdamW have one",
             )
 
 

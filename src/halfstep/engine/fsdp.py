@@ -25,7 +25,7 @@ class Fsdp(Wrapper):
     """
 
     kind = "fully_shard"
-    sharded = True
+    sharded = lockstep = True
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)

@@ -132,8 +132,8 @@ class Group(Generic[Batch]):
         """Take this group's part in that of all replicas. ``spare``: a micro-batch to go through once more."""
         replicas = self._manager.replicas
         self.opening, self.weights = opening, opening.weights
-        missing = opening.longest - self.own if replicas.sharded else 0
-        if replicas.sharded:
+        missing = opening.longest - self.own if replicas.lockstep else 0
+        if replicas.lockstep:
             opening.require_spare()
         if missing:
             self._batches += [spare] * missing

@@ -128,7 +128,7 @@ class Groups(Generic[Batch]):
         manager = self._manager
         replicas = manager.replicas
         if batches:
-            self._spare = batches[-1] if replicas.sharded else None
+            self._spare = batches[-1] if replicas.lockstep else None
         own = group.micro_weights
         identities, known = manager._identities, group.known
         hashes = list(map(hashed, known or ()))

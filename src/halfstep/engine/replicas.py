@@ -128,8 +128,13 @@ class Replicas:
 
     @property
     def sharded(self) -> bool:
-        """Whether every micro-batch is a collective: each rank has to run as many of them."""
+        """Whether parameters here are parts of whole ones."""
         return any(wrapper.sharded for wrapper in self.wrappers())
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether every micro-batch is a collective: each rank has to run as many of them."""
+        return any(wrapper.lockstep for wrapper in self.wrappers())
 
     # --- a group ---
 
@@ -155,8 +160,9 @@ class Replicas:
         backward may wait for it.
         """
         wrappers = self.wrappers(model)
-        if any(wrapper.sharded for wrapper in wrappers):
-            return micro_batches - 1, False
+        if any(wrapper.lockstep for wrapper in wrappers):
+            unlearned = any(isinstance(wrapper, Ddp) and wrapper.unlearned for wrapper in wrappers)
+            return (0, True) if unlearned else (micro_batches - 1, False)
         if not wrappers and not self._met and (not opening.complete or opening.uneven):
             raise MisuseError(
                 f"replicas have {sorted({s.micro_batches for s in opening.shares})} micro-batches in one group, or "

@@ -104,8 +104,8 @@ class Opening:
         bare = [s.rank for s in self.shares if s.micro_batches < self.longest and not s.micro_batches and not s.spare]
         if bare:
             raise MisuseError(
-                f"rank {bare[0]} has no micro-batch to go through, others have {self.longest}: each forward of a "
-                "sharded model is a collective, so that every rank has to run as many",
+                f"rank {bare[0]} has no micro-batch to go through, others have {self.longest}: each forward is a "
+                "collective of all (a sharded model, SyncBatchNorm), so that every rank has to run as many",
                 "give every rank data (a sampler for each replica); one that has less than others goes through its "
                 "last micro-batch again, at weight 0",
             )

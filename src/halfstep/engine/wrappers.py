@@ -28,6 +28,9 @@ class Wrapper:
 
     kind = ""
     sharded = False
+    """Whether parameters here are parts; whole ones stand in the graph for a while."""
+    lockstep = False
+    """Whether every forward and backward is a collective: each rank then has to run as many."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -114,6 +117,8 @@ class Ddp(Wrapper):
         super().__init__(module)
         link: Any = module.process_group
         self.links = (link,)
+        self.lockstep = any(isinstance(inner, nn.SyncBatchNorm) for inner in module.modules())
+        self._synchronous = False  # whether the last forward was one whose backward exchanges
         self.averaging = self.members = link.size()
         self._before: bool | None = None
 
@@ -141,19 +146,28 @@ class Ddp(Wrapper):
         module: Any = self.module
         return bool(module.static_graph and not module._static_graph_delay_allreduce_enqueued)
 
+    def forward(self, output: Any) -> None:
+        self._synchronous = bool(self.module.require_backward_grad_sync)
+        super().forward(output)
+
     def waits(self) -> bool:
-        return bool(self.module.require_backward_grad_sync)
+        return self.lockstep or bool(self.module.require_backward_grad_sync)
 
     def done(self) -> None:
         super().done()
-        if self.exchanged:
-            self._rebuild()
+        self._settle()
 
     def nothing(self) -> bool:
         fed = super().nothing()
         if fed:
-            self._rebuild()
+            self._settle()
         return fed
+
+    def _settle(self) -> None:
+        """A backward has run, the group's own or one of zeros."""
+        self.exchanged = self.exchanged and (self._synchronous or self.compiled)
+        if self.exchanged:
+            self._rebuild()
 
     def _rebuild(self) -> None:
         # After its first exchange a reducer rebuilds its buckets, a collective, at the next forward. On a rank whose

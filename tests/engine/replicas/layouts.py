@@ -158,6 +158,11 @@ def refused(rank: int, world: int, what: str) -> str:
         elif what == "policy":
             policy["on_nonfinite"] = ("skip", "ignore")[rank]
             loop(DistributedDataParallel(model), data, **policy)
+        elif what == "kernels":
+            sharded = fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+            manager = MixedPrecisionManager(precision="fp32")
+            manager.backward(sharded(data[0][0]).mean())
+            manager.step(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1, fused=True))
         elif what == "seeds":
             torch.manual_seed(rank)
             loop(Tower(), data, replicas=dist.group.WORLD)

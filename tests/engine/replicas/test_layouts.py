@@ -70,6 +70,7 @@ def test_communication_hooks(company: Company, kind: str) -> None:
         ("data parallel", "DataParallel"),
         ("part", "4 trainable parameters are in no wrapper"),
         ("policy", "different policies"),
+        ("kernels", "no fused SGD for sharded parameters"),
         ("seeds", "parameters differ between the replicas"),
         ("not finite", "the gradient of attempted update 1 is not finite"),
         ("last", "another reduction or drop_last"),

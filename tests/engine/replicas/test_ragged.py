@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.replicas.cases import Shared
+from tests.engine.replicas.cases import Shared, Synced
 from tests.engine.replicas.company import Company
 from tests.engine.replicas.test_exact import data, net
 from tests.engine.replicas.twin import assert_same
@@ -106,3 +106,13 @@ def test_double_precision(company: Company) -> None:
 def test_a_model_that_nothing_wraps(company: Company, flow: str) -> None:
     """The engine averages gradients itself where it is told among whom."""
     assert_same(company, Shared(net(idle=True), data(9, 3, 5), flow=flow, wrap="none", policy={"replicas": "world"}))
+
+
+@pytest.mark.parametrize("options", OPTIONS[:3], ids=lambda o: next(iter(o), "plain"))
+@pytest.mark.parametrize("flow", FLOWS)
+def test_layers_that_meet_in_every_forward(company: Company, flow: str, options: dict[str, Any]) -> None:
+    """SyncBatchNorm: a replica that runs dry or supervises nothing comes by all the same."""
+    torch.manual_seed(0)
+    epochs = [[batch(1), dead(2), batch(3), batch(4), batch(5)], [dead(6), batch(7), dead(8)]]
+    results = assert_same(company, Shared(Synced(), epochs, flow=flow, options=options))
+    assert [row["micro_batches"] for row in results[1]["rows"]] == [2, 1, 0]
