@@ -197,7 +197,8 @@ class Order:
         group = self.group
         reduction = "mean" if group is None else group.reduction
         size = share.micro_batches if group is None else group.size
-        verification.hold(share, reduction, size, self.account.attempted + 1)
+        degree = self.contributor.replicas.degree
+        verification.hold(share, reduction, size, self.account.attempted + 1, degree)
 
     def settle(self, binding: Binding, share: Share, known: list[frozenset[int]]) -> None:
         """After an attempt: its contributions are used, their group is over once all are."""

@@ -28,10 +28,10 @@ class Verification:
         self.verdict: str | None = None
         """"verified" | "disagrees"; None: nothing to hold against each other yet."""
 
-    def hold(self, share: Share, reduction: str, size: int, update: int) -> None:
+    def hold(self, share: Share, reduction: str, size: int, update: int, degree: int = 1) -> None:
         """Weigh the contributions of one update.
 
-        ``reduction`` as declared; ``size`` is A, the micro-batches of a full group. Raises
+        ``reduction`` as declared; ``size`` is A, the micro-batches of a full group; ``degree`` is D. Raises
         :class:`~halfstep.errors.WeightError` on the first update that could be judged, changes nothing then.
         """
         live = [c for c in share.contributions if not c.empty]
@@ -48,6 +48,14 @@ class Verification:
             return
         self._doubtful = False
         fault = self._judge(seen, reduction, size)
+        if fault is None and reduction == "mean" and degree > 1 and self._is_split(seen, degree):
+            self._doubtful = True
+            self._journal.note(
+                "a share of 1/D",
+                f"each loss gives its elements a total weight of 1/{degree} where a mean gives 1: gradients are "
+                f"averaged over D = {degree} replicas already; leave a division by their number out of the loss",
+                update=update,
+            )
         if fault is None:
             if not self._doubtful:
                 self.verdict = self.verdict or "verified"
@@ -91,6 +99,14 @@ class Verification:
             self._doubtful = True
             return None
         return found[0] if found else None
+
+    @staticmethod
+    def _is_split(seen: Sequence[Any], degree: int) -> bool:
+        """Whether every loss carries exactly 1/D."""
+        shares = [
+            t.total / f for c in seen for t, f in c.terms if t.supervised and t.loss not in ("elementwise", "penalty")
+        ]
+        return bool(shares) and all(abs(share * degree - 1.0) < EXACT for share in shares)
 
     def _divided(self, columns: list[tuple[Any, ...]], size: int) -> tuple[str, str] | None:
         """Every loss carries exactly 1/A: somebody divided already."""

@@ -54,6 +54,13 @@ def test_ranks_that_are_neither_are_told(company: Company) -> None:
     assert any("2 of 4 ranks are neither replicas" in note for note in results[0]["batch"]["unverified"])
 
 
+@pytest.mark.parametrize("by", [1, 2, 3])
+def test_a_loss_divided_by_the_number_of_replicas_is_told(company: Company, by: int) -> None:
+    told = company.run(f"{CASES}:divided", 2, by=by)[0]
+    assert told["notes"] == (["a share of 1/D"] if by == 2 else [])
+    assert told["verdict"] == ("unverified" if by == 2 else "verified")
+
+
 @pytest.mark.parametrize("kind", ["none", "mean", "sum"])
 def test_communication_hooks(company: Company, kind: str) -> None:
     said = company.run(f"{CASES}:hooked", 2, kind=kind)[0]
