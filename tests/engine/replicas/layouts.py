@@ -5,17 +5,21 @@ from __future__ import annotations
 import copy
 import warnings
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from tests.engine.replicas.cases import whole
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from halfstep.engine import collectives, rows, sharded
 from halfstep.engine.manager import MixedPrecisionManager
 from halfstep.errors import HalfstepError
 
@@ -122,8 +126,6 @@ def hooked(rank: int, world: int, kind: str) -> list[str]:
     if kind == "sum":
         model.register_comm_hook(None, _sum)
     elif kind == "mean":
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
         model.register_comm_hook(None, allreduce_hook)
     return loop(model, epoch(world)[rank])["batch"]["unverified"]
 
@@ -147,6 +149,52 @@ def divided(rank: int, world: int, by: int) -> dict[str, Any]:
         manager.step(model, optimizer)
     report = manager.report()
     return {"verdict": report["normalisation"]["verdict"], "notes": [note["note"] for note in report["notes"]]}
+
+
+def traffic(rank: int, world: int, wrap: str, weighed: bool) -> dict[str, int]:
+    """Collectives in two groups of two micro-batches: of gradients, and small rows."""
+    counts = {"gradients": 0, "rows": 0, "norms": 0}
+    gather, reduce, scatter = collectives.gather, dist.all_reduce, DefaultReduceScatter.__call__
+
+    def counting(state: Any, bucket: Any) -> Any:
+        counts["gradients"] += 1
+        return allreduce_hook(state, bucket)
+
+    def counted_gather(*arguments: Any) -> Any:
+        counts["rows"] += 1
+        return gather(*arguments)
+
+    def counted_reduce(tensor: Tensor, **options: Any) -> Any:
+        counts["norms"] += tensor.dtype == torch.float64  # squares; the hook's own are of gradients
+        return reduce(tensor, **options)
+
+    def counted_scatter(*arguments: Any, **options: Any) -> Any:
+        counts["gradients"] += 1
+        return scatter(*arguments, **options)
+
+    counting.__annotations__.clear()
+    model: Any = tower()
+    if wrap == "ddp":
+        model = DistributedDataParallel(model)
+        model.register_comm_hook(dist.group.WORLD, counting)
+    else:
+        model = fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    manager = MixedPrecisionManager(precision="fp32")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weigher = (lambda batch: len(batch[1])) if weighed else None
+    with (
+        warnings.catch_warnings(),
+        patch.object(collectives, "gather", counted_gather),
+        patch.object(rows, "gather", counted_gather),
+        patch.object(sharded.dist, "all_reduce", counted_reduce),
+        patch.object(DefaultReduceScatter, "__call__", counted_scatter),
+    ):
+        warnings.simplefilter("ignore")
+        for group in manager.groups(epoch(world)[rank], 2, weight=weigher, model=model):
+            for x, y in group:
+                manager.backward(F.cross_entropy(model(x), y))
+            manager.step(model, optimizer)
+    return counts
 
 
 def refused(rank: int, world: int, what: str) -> str:

@@ -54,6 +54,15 @@ def test_ranks_that_are_neither_are_told(company: Company) -> None:
     assert any("2 of 4 ranks are neither replicas" in note for note in results[0]["batch"]["unverified"])
 
 
+@pytest.mark.parametrize("weighed", [True, False])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_gradients_are_exchanged_once_an_update(company: Company, wrap: str, weighed: bool) -> None:
+    """Two groups of two micro-batches, one bucket. Rows: one a group and one at the end; one more a group, and one in
+    the run, where weights come with the losses. Shards: one more for the norms."""
+    counts = company.run(f"{CASES}:traffic", 2, wrap=wrap, weighed=weighed)[0]
+    assert counts == {"gradients": 2, "rows": 3 if weighed else 6, "norms": 2 * (wrap == "fsdp")}
+
+
 @pytest.mark.parametrize("by", [1, 2, 3])
 def test_a_loss_divided_by_the_number_of_replicas_is_told(company: Company, by: int) -> None:
     told = company.run(f"{CASES}:divided", 2, by=by)[0]
