@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from halfstep.engine.group import tokens as tokens
     from halfstep.engine.manager import MixedPrecisionManager as MixedPrecisionManager
     from halfstep.engine.update import Update as Update
-    from halfstep.probe.preflight import preflight as preflight
     from halfstep.probe.checklist import Preflight as Preflight
+    from halfstep.probe.preflight import preflight as preflight
 
 # Names are imported when they are asked for: `halfstep report` and `halfstep explain` start without torch.
 _PLACES = {
