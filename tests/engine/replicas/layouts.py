@@ -72,14 +72,14 @@ def loop(model: nn.Module, data: list[tuple[Tensor, Tensor]], **policy: Any) -> 
     }
 
 
-def alone(replicas: int) -> dict[str, Any]:
-    """All micro-batches of all replicas, in one process."""
+def alone(replicas: int, starts: tuple[int, ...] = (0, 2)) -> dict[str, Any]:
+    """All micro-batches of all replicas, in one process: the groups that begin with these."""
     own = epoch(replicas)
     model = tower()
     manager = MixedPrecisionManager(precision="fp32", max_norm=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     rows = []
-    data = [batch for k in (0, 2) for one in own for batch in one[k : k + 2]]
+    data = [batch for k in starts for one in own for batch in one[k : k + 2]]
     for group in manager.groups(data, 2 * replicas, weight=lambda batch: len(batch[1])):
         for x, y in group:
             manager.backward(F.cross_entropy(model(x), y))
@@ -149,6 +149,29 @@ def divided(rank: int, world: int, by: int) -> dict[str, Any]:
         manager.step(model, optimizer)
     report = manager.report()
     return {"verdict": report["normalisation"]["verdict"], "notes": [note["note"] for note in report["notes"]]}
+
+
+def dropped(rank: int, world: int, wrap: str) -> dict[str, Any]:
+    """The first group is left after one micro-batch and discarded."""
+    model: Any = tower()
+    model = (
+        DistributedDataParallel(model) if wrap == "ddp" else fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    )
+    manager = MixedPrecisionManager(precision="fp32", max_norm=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    updates = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for group in manager.groups(epoch(world)[rank], 2, weight=lambda batch: len(batch[1]), model=model):
+            for x, y in group:
+                manager.backward(F.cross_entropy(model(x), y))
+                if group.index == 0:
+                    break
+            if group.index == 0:
+                assert manager.discard() == 1
+            else:
+                updates.append({**manager.step(model, optimizer).as_dict()})
+    return {"rows": updates, "parameters": [whole(p) for p in model.parameters()]}
 
 
 def traffic(rank: int, world: int, wrap: str, weighed: bool) -> dict[str, int]:

@@ -54,6 +54,15 @@ def test_ranks_that_are_neither_are_told(company: Company) -> None:
     assert any("2 of 4 ranks are neither replicas" in note for note in results[0]["batch"]["unverified"])
 
 
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_what_was_discarded_leaves_nothing(company: Company, wrap: str) -> None:
+    expected = alone(2, starts=(2,))
+    for result in company.run(f"{CASES}:dropped", 2, wrap=wrap):
+        assert result["rows"][0]["grad_norm"] == pytest.approx(expected["rows"][0]["grad_norm"], rel=1e-4)
+        for ours, theirs in zip(result["parameters"], expected["parameters"], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("weighed", [True, False])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_gradients_are_exchanged_once_an_update(company: Company, wrap: str, weighed: bool) -> None:
