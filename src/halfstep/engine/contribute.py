@@ -261,7 +261,7 @@ class Contributor:
             None if only is None else frozenset(map(id, only)),
         )
         if not live:
-            self.replicas.nothing(grouped=grouped)
+            self.replicas.nothing(losses, grouped=grouped)
             self.ledger.pending.append(contribution)
             return contribution
         sight: graph.Sight | None = None
@@ -276,6 +276,7 @@ class Contributor:
         seeds = [self.seed(losses[i], factors[i] * averaging) for i in live]
         for listener in LISTENERS if self.scale.is_enabled() else ():
             listener.contributing(self.scale)
+        concerned = [] if self.replicas.local else self.replicas.concerned(losses)
         answered = nullcontext() if self.replicas.local else self.replicas.answered("gradients")
         try:
             with answered:
@@ -290,7 +291,7 @@ class Contributor:
                         roots, seeds, live, leaves, only, retain_graph=retain, create_graph=create_graph, apart=fed
                     )
                     if fed:
-                        self.replicas.nothing(grouped=True)
+                        self.replicas.nothing(losses, grouped=True)
                 else:
                     torch.autograd.backward(roots, seeds, retain_graph, create_graph, inputs=only)
         except BaseException:
@@ -301,7 +302,7 @@ class Contributor:
             for listener in LISTENERS:
                 listener.contributed()
         if not self.replicas.local:
-            self.replicas.done()
+            self.replicas.done(concerned)
         if weighings:
             self._keep(contribution, weighings, [factors[i] * averaging for i in live])
         if sight is not None:

@@ -57,6 +57,18 @@ def look(losses: Sequence[Tensor], *, operators: bool = False) -> Sight:
     return sight
 
 
+def nodes(losses: Sequence[Tensor]) -> set[Any]:
+    """Every node of the graph under ``losses``."""
+    stack: list[Any] = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        for child, _ in stack.pop().next_functions:
+            if child is not None and child not in seen:
+                seen.add(child)
+                stack.append(child)
+    return seen
+
+
 def operator_of(node: str) -> str:
     """ "AddmmBackward0" -> "addmm": the operator, as it is called in torch's own listings."""
     name = node.split("Backward")[0]

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from halfstep.engine import collectives
 from halfstep.engine.collectives import Link
+from halfstep.engine.graph import nodes
 from halfstep.engine.layout import Layout, declared_link, infer
 from halfstep.engine.rows import Closing, Opening, Share, close_group, open_group, require_terms
 from halfstep.engine.wrappers import Ddp, Wrapper
@@ -41,7 +42,7 @@ class Replicas:
     """The replicas of one manager.
 
     ``declared``, as given to it: None (what the model shows, once it is seen), a process group, a mesh of one
-    dimension, a wrapped model, or 1: none but this process.
+    dimension, a wrapped model or several, or 1: none but this process.
     """
 
     def __init__(self, declared: Any = None) -> None:
@@ -58,8 +59,9 @@ class Replicas:
         self.settle: Callable[[], None] = lambda: None
         """Bring the books up to date: called before a lost rank is told."""
         self._alone = type(declared) is int and declared == 1
-        model = declared if isinstance(declared, nn.Module) else None
-        self._declared = declared_link(None if self._alone or model is not None else declared)
+        given = declared if isinstance(declared, (list, tuple)) else (declared,)
+        models = [model for model in given if isinstance(model, nn.Module)]
+        self._declared = declared_link(None if self._alone or len(models) == len(given) else declared)
         self._links: tuple[Link, ...] = ()
         self._met: dict[tuple[int, ...], tuple[list[Any], Layout]] = {}
         if self._declared is not None:
@@ -68,7 +70,7 @@ class Replicas:
             self.averaging = self.degree
             self.backend, self.how = "declared", "declared: a process group of its own"
             self.local = False
-        if model is not None:
+        for model in models:
             self.meet((model,))
 
     @property
@@ -193,20 +195,35 @@ class Replicas:
         for wrapper in self.wrappers(model):
             wrapper.free()
 
-    def done(self) -> None:
+    def concerned(self, losses: Sequence[Tensor]) -> list[Wrapper]:
+        """The wrappers a loss went through, of those whose backward is waited for: all of them where it is in none.
+
+        Asked before the backward, whose graph is gone after it.
+        """
+        waiting = [wrapper for wrapper in self.wrappers() if wrapper.waited_for]
+        if len(waiting) < 2:
+            return waiting
+        under = nodes(losses)
+        return [wrapper for wrapper in waiting if wrapper.gives(under)] or waiting
+
+    def done(self, concerned: Sequence[Wrapper]) -> None:
+        """A backward has run through ``concerned``; others that are waited for still are."""
         with self.answered("buckets"):
             for wrapper in self.wrappers():
-                wrapper.done()
+                if wrapper in concerned or not wrapper.waited_for:
+                    wrapper.done()
 
-    def nothing(self, *, grouped: bool) -> None:
+    def nothing(self, losses: Sequence[Tensor], *, grouped: bool) -> None:
         if not grouped and not self.local and not self._met:
             raise MisuseError(
                 "a contribution of weight 0 came before the wrapped model is known: other ranks may wait for it",
                 "MixedPrecisionManager(replicas=model), or manager.groups(…, model=model)",
             )
+        concerned = self.concerned(losses)
         with self.answered("gradients"):
             for wrapper in self.wrappers():
-                wrapper.nothing()
+                if wrapper in concerned or not wrapper.waited_for:
+                    wrapper.nothing()
 
     def forget(self, modules: Sequence[nn.Module] | None = None) -> None:
         """Contributions to these modules (None: all) are used or dropped."""

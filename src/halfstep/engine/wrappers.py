@@ -64,6 +64,15 @@ class Wrapper:
                 if tensor.requires_grad:
                     self._edges.append((get_gradient_edge(tensor), tensor.shape, tensor.dtype, tensor.device))
 
+    @property
+    def waited_for(self) -> bool:
+        """Whether a forward has run whose backward other ranks wait for."""
+        return bool(self._edges)
+
+    def gives(self, nodes: set[Any]) -> bool:
+        """Whether its outputs are among these nodes of a graph."""
+        return any(edge.node in nodes for edge, *_ in self._edges)
+
     def waits(self) -> bool:
         """Whether other ranks wait for the backward of a forward that runs now."""
         raise NotImplementedError

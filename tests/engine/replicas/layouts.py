@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from typing import Any
 from unittest.mock import patch
@@ -72,15 +73,19 @@ def loop(model: nn.Module, data: list[tuple[Tensor, Tensor]], **policy: Any) -> 
     }
 
 
-def alone(replicas: int, starts: tuple[int, ...] = (0, 2)) -> dict[str, Any]:
-    """All micro-batches of all replicas, in one process: the groups that begin with these."""
+def alone(replicas: int, starts: tuple[int, ...] = (0, 2), bare: dict[int, int] | None = None) -> dict[str, Any]:
+    """All micro-batches of all replicas, in one process: the groups that begin with these.
+
+    ``bare``: so many at the end of each group of a replica supervise nothing.
+    """
+    bare = bare or {}
     own = epoch(replicas)
     model = tower()
     manager = MixedPrecisionManager(precision="fp32", max_norm=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     rows = []
-    data = [batch for k in starts for one in own for batch in one[k : k + 2]]
-    for group in manager.groups(data, 2 * replicas, weight=lambda batch: len(batch[1])):
+    data = [[batch for r, one in enumerate(own) for batch in one[k : k + 2 - bare.get(r, 0)]] for k in starts]
+    for group in manager.groups(itertools.chain(*data), len(data[0]), weight=lambda batch: len(batch[1])):
         for x, y in group:
             manager.backward(F.cross_entropy(model(x), y))
         update = manager.step(model, optimizer)
@@ -172,6 +177,27 @@ def dropped(rank: int, world: int, wrap: str) -> dict[str, Any]:
             else:
                 updates.append({**manager.step(model, optimizer).as_dict()})
     return {"rows": updates, "parameters": [whole(p) for p in model.parameters()]}
+
+
+def two_models(rank: int, world: int) -> list[dict[str, Any]]:
+    """Two wrapped models side by side in a flat loop; on rank 1 the second contribution of each weighs nothing."""
+    models = [DistributedDataParallel(tower()) for _ in range(2)]
+    manager = MixedPrecisionManager(precision="fp32", max_norm=0.5, replicas=models)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    kept: list[list[dict[str, Any]]] = [[], []]
+    data = epoch(world)[rank]
+    for start in (0, 2):
+        for position, (x, y) in enumerate(data[start : start + 2]):
+            weight = 0 if rank == 1 and position == 1 else len(y)
+            losses = [F.cross_entropy(model(x), y, reduction="sum") / weight for model in models]  # 0 / 0 in both
+            for loss in losses:
+                manager.backward(loss, weight=weight)
+        for model, optimizer, updates in zip(models, optimizers, kept, strict=True):
+            updates.append(manager.step(model, optimizer).as_dict())
+    return [
+        {"rows": updates, "parameters": [whole(p) for p in model.parameters()]}
+        for updates, model in zip(kept, models, strict=True)
+    ]
 
 
 def traffic(rank: int, world: int, wrap: str, weighed: bool) -> dict[str, int]:

@@ -63,6 +63,18 @@ def test_what_was_discarded_leaves_nothing(company: Company, wrap: str) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_two_models_side_by_side(company: Company) -> None:
+    """A contribution of weight 0 to one of them takes no part in the other's exchange."""
+    expected = alone(2, bare={1: 1})
+    for results in company.run(f"{CASES}:two_models", 2):
+        for result in results:
+            for row, other in zip(result["rows"], expected["rows"], strict=True):
+                assert (row["weight"], row["outcome"]) == (other["weight"], "applied")
+                assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+            for ours, theirs in zip(result["parameters"], expected["parameters"], strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("weighed", [True, False])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_gradients_are_exchanged_once_an_update(company: Company, wrap: str, weighed: bool) -> None:
