@@ -262,3 +262,14 @@ def test_what_a_mask_on_a_losss_inputs_leaves(loss, live) -> None:  # type: igno
     term = one(loss(prediction()))
     assert term.live == (None if live is None else int(live))
     assert term.supervised == term.positions == B * T
+
+
+def test_masked_advantages_of_both_signs_are_a_policy_gradient() -> None:
+    values = torch.tensor([[0.5], [-1.0], [2.0]])
+
+    def objective(x: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+        ratio = x.exp()
+        return (torch.max(-advantages * ratio, -advantages * ratio.clamp(0.8, 1.2)) * MASK).sum() / MASK.numel()
+
+    assert one(objective(prediction(), values)).loss == "policy_gradient"
+    assert one(objective(prediction(), values.abs())).loss == "elementwise"

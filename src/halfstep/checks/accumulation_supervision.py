@@ -33,6 +33,7 @@ class Supervision(BaseCheck):
         self._silent: dict[int, Contribution] = {}  # contributions that supervise nothing and harm nothing
         self._silences = 0
         self._counted: dict[tuple[int, str, int], Evidence] = {}
+        self._policies: set[int] = set()  # routes
         self._parts: dict[tuple[int, str, int], tuple[float, float]] = {}  # smallest and largest part left by a mask
         self._logs: dict[tuple[str, int], _Log] = {}
         self._before: tuple[Contribution, ...] = ()
@@ -57,12 +58,14 @@ class Supervision(BaseCheck):
         for log in self._logs.values():
             log.updated(self._before)  # one update late: the loss is often read after its update
         self._before = live
-        for evidence in self._counted.values():
-            yield from evidence.firm()
+        for key, evidence in self._counted.items():
+            if key[0] not in self._policies:
+                yield from evidence.firm()
 
     def end(self, story: Story) -> Iterable[Finding]:
-        for evidence in self._counted.values():
-            yield from evidence.rest()
+        for key, evidence in self._counted.items():
+            if key[0] not in self._policies:
+                yield from evidence.rest()
         for log in self._logs.values():
             log.updated(self._before)
             yield from log.finding()
@@ -91,7 +94,9 @@ class Supervision(BaseCheck):
 
     def _positions(self, event: Contribution, share: Share, ordinal: int, alone: bool) -> None:
         """Divided by all positions, ignored ones included: coefficient times positions is one, not times supervised."""
-        if not share.supervised or not math.isfinite(share.total):
+        if share.loss == "policy_gradient":
+            self._policies.add(event.route)  # what a policy's gradient is divided by is a choice
+        if not share.supervised or not math.isfinite(share.total) or event.route in self._policies:
             return
         key = (event.route, share.loss, ordinal)
         evidence = self._counted.setdefault(key, Evidence(least=4, share=0.8, weight="ignored"))

@@ -157,6 +157,26 @@ def input_mask(node: Node) -> Any:
     return None
 
 
+_CLIPS = _names("Minimum Maximum Clamp Neg Add Sub View Squeeze Unsqueeze ToCopy")
+
+
+def signed_factor(node: Node, budget: int = 12) -> Any:
+    """Constants that elements are multiplied with, below clips and signs: advantages, where they have both signs."""
+    stack = [node]
+    while stack and budget:
+        budget -= 1
+        here = stack.pop()
+        name, inputs = name_of(here), children(here)
+        if name in PRODUCTS and len(inputs) == 1:
+            other = constant(here)
+            if other is not None and other.numel() > 1 and other.is_floating_point():
+                return other.detach()
+            stack.append(inputs[0][0])
+        elif name in _CLIPS:
+            stack.extend(child for child, _, _ in inputs)
+    return None
+
+
 def difference(node: Node) -> Any:
     """Prediction less target, of every element of such a loss; None where it may not be read."""
     if name_of(node) not in LOSSES:

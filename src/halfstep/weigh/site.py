@@ -49,6 +49,8 @@ class Site:
             self._hold(node)
         if place.mask is not None and detail:
             self._hold_mask(node, place.mask)
+        if place.signs is not None and detail:
+            self._numbers["downmost"], self._numbers["upmost"] = place.signs.amin(), place.signs.amax()
         self._uniform = place.kind not in ("soft", "factor") and (place.above is not None or self._reduction != "none")
         self._index = place.index
         if self._uniform:

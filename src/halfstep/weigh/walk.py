@@ -38,6 +38,7 @@ from halfstep.weigh.nodes import (
     name_of,
     origin,
     shape_of,
+    signed_factor,
 )
 
 _Inputs = list[tuple[Node, int, int]]
@@ -78,6 +79,8 @@ class Place:
     """Of a "soft" place: they are in the gradient that is seen there."""
     mask: Any = None
     """What the inputs of the loss were multiplied or filled with, one value an element."""
+    signs: Any = None
+    """Of a "factor" place: what its elements were multiplied with below it."""
     logits: tuple[Node, int] | None = None
     """What the log-softmax was taken of: places on the same logits may be one term."""
 
@@ -224,7 +227,8 @@ class Walk:
         ):
             self._element(path, name)  # a parameter on data: the product is the model's, its elements are the loss's
         elif name in PRODUCTS and self._is_doubtful(path, child):
-            self._place(path, "elementwise", "factor", shape, weight=constant(path.node).detach())
+            mask = constant(path.node).detach()
+            self._place(path, "elementwise", "factor", shape, weight=mask, signs=signed_factor(child))
         else:
             self._push(path, inputs, over=divisor(path.node) if name in QUOTIENTS else path.over)
 
