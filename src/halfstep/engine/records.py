@@ -70,6 +70,7 @@ class Records:
     def report(self) -> dict[str, Any]:
         """The final record, plain and JSON-able: see ``halfstep.report.run_page`` for a page of it."""
         self._updater.settle()
+        self._updater.explain(alone=True)
         return report(_manager(self))
 
     def policy(self) -> dict[str, Any]:

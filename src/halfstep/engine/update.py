@@ -25,7 +25,7 @@ class Update:
     ``weight``             W, the supervised elements over all replicas; None where contributions came without weights
     ``micro_batches``      of this replica
     ``replicas``           D
-    ``examples``           leading dimensions, summed; None where unknown
+    ``examples``           leading dimensions, summed over all replicas; None where unknown
     ``examples_seen``, ``weight_seen``  sums over all attempts so far, None where one was unknown
     ``lr``                 of the first parameter group, as this update used it; ``lrs`` of all
     """

@@ -70,11 +70,16 @@ class Updater:
         if self._unsettled is not None:
             self._unsettled()
 
-    def explain(self) -> None:
-        """Tell what was not finite in updates skipped since, on whichever rank. A collective, in ``step`` alone."""
-        while self._skipped:
-            update, share, names, norms = self._skipped.popleft()
-            told = culprits(self._replicas, share)
+    def explain(self, *, alone: bool = False) -> None:
+        """Tell what was not finite in updates skipped since, on whichever rank. A collective, in ``step`` alone.
+
+        ``alone``: what is known here, where no update may follow; all are still told together, should one.
+        """
+        skipped = list(self._skipped)
+        if not alone:
+            self._skipped.clear()
+        for update, share, names, norms in skipped:
+            told = culprits(None if alone else self._replicas, share)
             self._journal.note("not finite", f"{told}; in {nonfinite_names(names, norms)}", update=update)
 
     def performed(self, share: Share) -> bool:

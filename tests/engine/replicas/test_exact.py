@@ -70,6 +70,29 @@ def test_compiled(company: Company) -> None:
         assert_same(company, Shared(net(), epochs, flow=flow, wrap="compiled"))
 
 
+@pytest.mark.parametrize("flow", ["ahead", "graph"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_folded_updates_that_are_known_late(company: Company, wrap: str, flow: str) -> None:
+    """Nothing is waited for in ``step``, the outcome included: what waiting gives. The last update is
+    skipped, and none comes after it in which replicas could tell each other: each tells what it saw."""
+    epochs = data(2, 8, 8)
+    epochs[1][2], epochs[1][7] = bad(1), bad(2)
+    runs = [
+        company.run("train", 2, run=Shared(net(), epochs, flow=flow, wrap=wrap, optimizer="adamw fused", late=late))
+        for late in (False, True)
+    ]
+    for early, late in zip(*runs, strict=True):
+        assert [row["outcome"] for row in late["rows"]] == ["applied", "skipped", "applied", "skipped"]
+        for ours, theirs in zip(late["parameters"], early["parameters"], strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    told = [[n["message"] for n in r["record"]["notes"] if n["note"] == "not finite"] for r in runs[1]]
+    assert [len(messages) for messages in told] == [2, 2]
+    assert all("micro-batch 1 on rank 1" in messages[0] for messages in told)
+    assert "every loss was finite on rank 0" in told[0][1]
+    assert "micro-batch 2 on rank 1" in told[1][1]
+
+
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_loss_scale_is_one_for_all(company: Company, wrap: str) -> None:
     """An overflow on one replica halves the scale on every one."""
