@@ -118,7 +118,9 @@ class Groups(Generic[Batch]):
         if not replicas.local:
             self._join(group, batches)
         elif group.known is not None:
-            manager._recognise([(0, list(map(hashed, group.known)))], group.known)
+            manager._identities.recognise(
+                [(0, list(map(hashed, group.known)))], group.known, manager._account.attempted + 1
+            )
         self._index += 1
         manager._order.open(group)
         return group
@@ -158,7 +160,8 @@ class Groups(Generic[Batch]):
             self._finish()
         if opening.identified:
             ranks = [share.rank for share in opening.shares]
-            manager._recognise(list(zip(ranks, opening.ids, strict=True)), known or [])
+            rows = list(zip(ranks, opening.ids, strict=True))
+            identities.recognise(rows, known or (), manager._account.attempted + 1)
         group.join(opening, self._spare)
         if not group.own and opening.weights is None and self._reduction != "none":
             manager._contributor.agree((0.0,), self._size)

@@ -7,10 +7,12 @@ ten million runs.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from halfstep.engine.journal import Journal
 from halfstep.errors import MisuseError
 
 ON_DUPLICATE = ("warn", "raise", "ignore")
@@ -53,8 +55,9 @@ def padding_of(loader: Any) -> int:
 class Identities:
     """What a run knows of the examples it has used."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, journal: Journal) -> None:
         self.policy = policy
+        self._journal = journal
         self.room = 0
         """Ids that fit into the row of a replica: the most there ever were, alike on all."""
         self.processed = 0
@@ -76,8 +79,18 @@ class Identities:
         self._allowed = padding
         self._told = False
 
-    def judge(self, rows: Sequence[tuple[int, Iterable[int]]], shown: dict[int, Any], update: int) -> list[str]:
-        """Take in the ids of one update, (rank, hashes) of every replica: what a reader should know.
+    def recognise(self, rows: Sequence[tuple[int, Iterable[int]]], own: Iterable[Any], update: int) -> None:
+        """Take in the ids of one update, (rank, hashes) of every replica, and tell of examples that are used twice.
+
+        ``own``: the ids of this replica, for the message.
+        """
+        for told in self._judge(rows, {hashed(identity): identity for identity in own}, update):
+            self._journal.note("examples", told)
+            if self.policy != "ignore":
+                warnings.warn(f"halfstep: {told}", stacklevel=5)
+
+    def _judge(self, rows: Sequence[tuple[int, Iterable[int]]], shown: dict[int, Any], update: int) -> list[str]:
+        """What a reader should know of these ids.
 
         ``shown``: ids of this replica by hash. With ``on_duplicate="raise"`` an example that two replicas have raises
         :class:`~halfstep.errors.MisuseError`, on every rank alike.

@@ -19,7 +19,7 @@ from halfstep.engine.check import Check
 from halfstep.engine.contribute import Contributor, inputs_of
 from halfstep.engine.group import Weigher
 from halfstep.engine.groups import Groups
-from halfstep.engine.identities import ON_DUPLICATE, Identities, hashed
+from halfstep.engine.identities import ON_DUPLICATE, Identities
 from halfstep.engine.island import Islands, keep_fp32
 from halfstep.engine.journal import Journal, Sink, sink_of
 from halfstep.engine.ledger import Share
@@ -93,7 +93,6 @@ class MixedPrecisionManager(Records):
         self.max_norm = norm_of(max_norm)
         self.on_nonfinite = choice("on_nonfinite", on_nonfinite, ON_NONFINITE)
         self.on_duplicate = choice("on_duplicate", on_duplicate, ON_DUPLICATE)
-        self._identities = Identities(self.on_duplicate)
         self.monitor = flag("monitor", monitor)
         self.replicas: Replicas = resolve(replicas)
         self.scaler = LossScale(
@@ -110,6 +109,7 @@ class MixedPrecisionManager(Records):
         self.scheduler_unit = scheduler_unit
         self._journal = Journal(sink_of(record))
         self._account = Account()
+        self._identities = Identities(self.on_duplicate, self._journal)
         self._position = Position()
         self._verification = Verification(self._journal)
         self._contributor = Contributor(self.scaler, self.replicas, activated=self.activated)
@@ -341,13 +341,6 @@ class MixedPrecisionManager(Records):
         if not self.replicas.policy:
             settings = (self.activated, self.precision.declared, self.max_norm, self.scheduler_unit, self.on_nonfinite)
             self.replicas.policy = fingerprint(repr((*settings, self.scaler.settings())))
-
-    def _recognise(self, rows: list[tuple[int, Iterable[int]]], own: list[Any]) -> None:
-        """Look for examples that are used twice; ``rows``: (rank, hashed ids) of every replica; ``own``: ids here."""
-        for note in self._identities.judge(rows, {hashed(i): i for i in own}, self._account.attempted + 1):
-            self._journal.note("examples", note)
-            if self.on_duplicate != "ignore":
-                warnings.warn(f"halfstep: {note}", stacklevel=5)
 
     def _learn_device(self, device: torch.device) -> None:  # the first loss tells
         self.precision.settle(device)
