@@ -86,8 +86,8 @@ def test_a_compiled_model_under_an_eager_loss_is_weighed() -> None:
 
 
 def test_compiled_autograd() -> None:
-    """In a process of its own: torch keeps such a compiler for good, and it would compile the backwards of others."""
-    child = multiprocessing.get_context("fork").Process(target=_compile_backward)
+    """In a new process: torch keeps such a compiler for good, and a fork of this one, which has compiled, can hang."""
+    child = multiprocessing.get_context("spawn").Process(target=_compile_backward)
     child.start()
     child.join()
     assert child.exitcode == 0
