@@ -36,8 +36,8 @@ from explosion import (
 )
 from halfstep import MixedPrecisionManager
 from halfstep.errors import ScaleFloorError
-from halfstep.probe.comparison import Comparison
-from halfstep.probe.remedies import Cure
+from halfstep.probe.micro_batch.comparison import Comparison
+from halfstep.probe.micro_batch.remedies import Cure
 from halfstep.probe.table import table
 
 LAST = 16  # updates whose mean loss is shown

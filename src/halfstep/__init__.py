@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from halfstep.engine.group import tokens as tokens
     from halfstep.engine.manager import MixedPrecisionManager as MixedPrecisionManager
     from halfstep.engine.update import Update as Update
-    from halfstep.probe.checklist import Preflight as Preflight
-    from halfstep.probe.preflight import preflight as preflight
+    from halfstep.probe.preflight.checklist import Preflight as Preflight
+    from halfstep.probe.preflight.preflight import preflight as preflight
 
 # Names are imported when they are asked for: `halfstep report` and `halfstep explain` start without torch.
 _PLACES = {
@@ -21,7 +21,7 @@ _PLACES = {
     "MixedPrecisionManager": "halfstep.engine.manager",
     "NonFiniteError": "halfstep.errors",
     "PolicyError": "halfstep.errors",
-    "Preflight": "halfstep.probe.checklist",
+    "Preflight": "halfstep.probe.preflight.checklist",
     "RecordError": "halfstep.errors",
     "ReplicaLostError": "halfstep.errors",
     "ScaleFloorError": "halfstep.errors",
@@ -29,8 +29,8 @@ _PLACES = {
     "Update": "halfstep.engine.update",
     "WeightError": "halfstep.errors",
     "assert_same_update": "halfstep.probe.same_update",
-    "compare": "halfstep.probe.compare",
-    "preflight": "halfstep.probe.preflight",
+    "compare": "halfstep.probe.micro_batch.compare",
+    "preflight": "halfstep.probe.preflight.preflight",
     "tokens": "halfstep.engine.group",
 }
 

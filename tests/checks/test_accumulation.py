@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from halfstep.checks.accumulation import Accumulation
-from halfstep.checks.accumulation_denominators import Denominators
-from halfstep.checks.accumulation_evidence import Evidence
-from halfstep.checks.accumulation_supervision import Supervision
-from halfstep.checks.accumulation_weights import Term, even, near, terms, whole
+from halfstep.checks.accumulation.calls import Accumulation
+from halfstep.checks.accumulation.denominators import Denominators
+from halfstep.checks.accumulation.evidence import Evidence
+from halfstep.checks.accumulation.supervision import Supervision
+from halfstep.checks.accumulation.weights import Term, even, near, terms, whole
 from halfstep.checks.judge import Judge
 from halfstep.checks.story import Story
 from halfstep.events import (

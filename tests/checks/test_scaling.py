@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from halfstep.checks.carried import carried
 from halfstep.checks.judge import Judge
+from halfstep.checks.scaling.carried import carried
 from halfstep.checks.story import Story
 from halfstep.events import (
     Attempt,

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from halfstep.cli import main
-from halfstep.probe.criterion import Criterion
-from halfstep.probe.pair import read
-from halfstep.probe.verdict import judge
+from halfstep.probe.runs.criterion import Criterion
+from halfstep.probe.runs.pair import read
+from halfstep.probe.runs.verdict import judge
 
 pytestmark = pytest.mark.processes
 

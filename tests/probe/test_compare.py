@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import halfstep
 from halfstep.errors import MisuseError, PolicyError
-from halfstep.probe.compare import explained
-from halfstep.probe.comparison import Comparison
-from halfstep.probe.noise import rounding_error
-from halfstep.probe.passes import Passes
+from halfstep.probe.micro_batch.compare import explained
+from halfstep.probe.micro_batch.comparison import Comparison
+from halfstep.probe.micro_batch.noise import rounding_error
+from halfstep.probe.micro_batch.passes import Passes
 
 Batch = tuple[Tensor, Tensor]
 

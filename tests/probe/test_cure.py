@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import halfstep
 from halfstep import MixedPrecisionManager
-from halfstep.probe.comparison import Comparison
-from halfstep.probe.remedies import Cure, Remedy
+from halfstep.probe.micro_batch.comparison import Comparison
+from halfstep.probe.micro_batch.remedies import Cure, Remedy
 
 Batch = tuple[Tensor, Tensor]
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halfstep.probe.exponents import DEFAULT_SCALE, HEADROOM, Exponents, exponents, fitting_scale
+from halfstep.probe.micro_batch.exponents import DEFAULT_SCALE, HEADROOM, Exponents, exponents, fitting_scale
 
 magnitudes = st.lists(
     st.one_of(

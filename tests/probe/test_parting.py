@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from halfstep.probe.criterion import Criterion
-from halfstep.probe.pair import Account, Point, numbers, read
-from halfstep.probe.parting import TOLERANCES, pairs, parting, sameness
-from halfstep.probe.side import Teller, is_told
-from halfstep.probe.verdict import judge
+from halfstep.probe.runs.criterion import Criterion
+from halfstep.probe.runs.pair import Account, Point, numbers, read
+from halfstep.probe.runs.parting import TOLERANCES, pairs, parting, sameness
+from halfstep.probe.runs.side import Teller, is_told
+from halfstep.probe.runs.verdict import judge
 
 FALLING = [2.0 * 0.95**k + 0.1 for k in range(60)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from halfstep.launch import Target
-from halfstep.probe.pair import Account, Process, read, wait
+from halfstep.probe.runs.pair import Account, Process, read, wait
 
 pytestmark = pytest.mark.processes
 

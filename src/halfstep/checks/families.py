@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from halfstep.checks.accumulation import Accumulation
-from halfstep.checks.accumulation_batchnorm import BatchNormUnderAccumulation
-from halfstep.checks.accumulation_denominators import Denominators
-from halfstep.checks.accumulation_supervision import Supervision
-from halfstep.checks.averages import Averages
-from halfstep.checks.evaluation import EvaluationModeKept
-from halfstep.checks.frozen import FrozenParametersMove
-from halfstep.checks.halves import HalfParameters
-from halfstep.checks.histories import LossHistoryKeepsGraph
-from halfstep.checks.modes import MODES
+from halfstep.checks.accumulation.batchnorm import BatchNormUnderAccumulation
+from halfstep.checks.accumulation.calls import Accumulation
+from halfstep.checks.accumulation.denominators import Denominators
+from halfstep.checks.accumulation.supervision import Supervision
+from halfstep.checks.modes.regions import MODES
 from halfstep.checks.numbers import NUMBERS
-from halfstep.checks.orders import EpochOrderRepeats
-from halfstep.checks.ranks import CrossCheck
 from halfstep.checks.registry import BaseCheck
-from halfstep.checks.replicas import ACROSS, REPLICAS
+from halfstep.checks.replicas.ranks import CrossCheck
+from halfstep.checks.replicas.reductions import ACROSS, REPLICAS
 from halfstep.checks.scaling import SCALING
-from halfstep.checks.schedules import Schedules
+from halfstep.checks.schedules.advance import Schedules
+from halfstep.checks.schedules.averages import Averages
+from halfstep.checks.schedules.evaluation import EvaluationModeKept
+from halfstep.checks.schedules.frozen import FrozenParametersMove
+from halfstep.checks.schedules.halves import HalfParameters
+from halfstep.checks.schedules.histories import LossHistoryKeepsGraph
+from halfstep.checks.schedules.orders import EpochOrderRepeats
 
 CHECKS: tuple[type[BaseCheck], ...] = (
     *SCALING,

@@ -10,7 +10,7 @@ from halfstep.checks.story import Story, Update
 from halfstep.events import Event, Finding
 
 if TYPE_CHECKING:
-    from halfstep.checks.ranks import CrossCheck
+    from halfstep.checks.replicas.ranks import CrossCheck
 
 
 class Check(Protocol):

@@ -63,7 +63,7 @@ all runs and compares what was reached."""
     def run(self, args: argparse.Namespace) -> int:
         if args.side:
             launch.settle(args.target)
-            from halfstep.probe.side import Side
+            from halfstep.probe.runs.side import Side
 
             side = Side(args.side, args.told, seed=args.seed, updates=args.updates, jitter=args.jitter)
             return launch.launch(args.target, side)

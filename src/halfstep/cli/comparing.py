@@ -16,11 +16,11 @@ from halfstep.cli import ranks
 from halfstep.cli.watched import _keep
 from halfstep.errors import PolicyError
 from halfstep.launch import Target
-from halfstep.probe.criterion import Criterion
-from halfstep.probe.pair import Account, Process, forget, read, wait
-from halfstep.probe.parting import TOLERANCES
-from halfstep.probe.side import SIDES, TOLD
-from halfstep.probe.verdict import Comparison, judge
+from halfstep.probe.runs.criterion import Criterion
+from halfstep.probe.runs.pair import Account, Process, forget, read, wait
+from halfstep.probe.runs.parting import TOLERANCES
+from halfstep.probe.runs.side import SIDES, TOLD
+from halfstep.probe.runs.verdict import Comparison, judge
 from halfstep.report.comparison import NAMES
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _refuse(target: Target) -> None:
 def _compare(args: argparse.Namespace, criterion: Criterion, folder: Path) -> int:
     from rich.console import Console
 
-    from halfstep.probe.beside import document
+    from halfstep.probe.runs.beside import document
     from halfstep.report.comparison import show_comparison
     from halfstep.report.document import dump
 

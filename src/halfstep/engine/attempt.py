@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfstep.engine.binding import Binding
 from halfstep.engine.norms import norms_of
-from halfstep.engine.sharded import whole_norms
+from halfstep.engine.replicas.sharded import whole_norms
 
 EPSILON = 1e-6  # of clip_grad_norm_: max_norm / (norm + 1e-6)
 Number = float | Tensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from halfstep.engine.collectives import plain
+from halfstep.engine.replicas.collectives import plain
 from halfstep.errors import MisuseError, UnsupportedError, counted
 
 FOLDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)

@@ -15,7 +15,7 @@ from halfstep.engine.group import Group
 from halfstep.engine.late import host
 from halfstep.engine.ledger import Contribution, Ledger, Mode, Weight, host_weights
 from halfstep.engine.reading import read_weight
-from halfstep.engine.replicas import Replicas
+from halfstep.engine.replicas.replicas import Replicas
 from halfstep.engine.scale import LossScale
 from halfstep.engine.terms import TermBuffers
 from halfstep.errors import GroupError, MisuseError, PolicyError, WeightError, counted

@@ -6,9 +6,9 @@ import math
 
 from torch import Tensor
 
-from halfstep.engine.collectives import rank
 from halfstep.engine.ledger import Share
-from halfstep.engine.replicas import Replicas
+from halfstep.engine.replicas.collectives import rank
+from halfstep.engine.replicas.replicas import Replicas
 
 _SHOWN = 4  # micro-batches named a rank
 

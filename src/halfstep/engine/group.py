@@ -14,7 +14,7 @@ from halfstep.errors import GroupError, PolicyError, counted
 
 if TYPE_CHECKING:
     from halfstep.engine.manager import MixedPrecisionManager
-    from halfstep.engine.rows import Opening
+    from halfstep.engine.replicas.rows import Opening
 
 REDUCTIONS = ("mean", "sum", "none")
 Batch = TypeVar("Batch")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic
 from torch import nn
 
 from halfstep.engine.group import REDUCTIONS, Batch, Group, Weigher, examples_of, listed, pick
-from halfstep.engine.identities import hashed, indices_of, padding_of
+from halfstep.engine.replicas.identities import hashed, indices_of, padding_of
 from halfstep.engine.settings import flag
 from halfstep.errors import MisuseError, PolicyError, counted
 

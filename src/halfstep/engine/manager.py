@@ -19,7 +19,6 @@ from halfstep.engine.check import Check
 from halfstep.engine.contribute import Contributor, inputs_of
 from halfstep.engine.group import Weigher
 from halfstep.engine.groups import Groups
-from halfstep.engine.identities import ON_DUPLICATE, Identities
 from halfstep.engine.island import Islands, keep_fp32
 from halfstep.engine.journal import Journal, Sink, sink_of
 from halfstep.engine.ledger import Share
@@ -28,7 +27,8 @@ from halfstep.engine.position import Position
 from halfstep.engine.precision import Precision
 from halfstep.engine.quick import contribute_quickly
 from halfstep.engine.records import Records
-from halfstep.engine.replicas import Replicas, fingerprint, resolve
+from halfstep.engine.replicas.identities import ON_DUPLICATE, Identities
+from halfstep.engine.replicas.replicas import Replicas, fingerprint, resolve
 from halfstep.engine.scale import LossScale
 from halfstep.engine.schedule import Schedule, schedulers_of
 from halfstep.engine.settings import ON_NONFINITE, activated_of, choice, flag, norm_of

@@ -17,7 +17,7 @@ from halfstep.engine.journal import Journal
 from halfstep.engine.ledger import Share
 from halfstep.engine.position import Position
 from halfstep.engine.precision import HALVES, Precision
-from halfstep.engine.rows import Closing
+from halfstep.engine.replicas.rows import Closing
 from halfstep.engine.verification import Verification
 from halfstep.engine.witness import Witnesses
 from halfstep.errors import GroupError, MisuseError, UnsupportedError, counted

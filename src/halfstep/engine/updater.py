@@ -17,8 +17,8 @@ from halfstep.engine.culprits import culprits, nonfinite_names
 from halfstep.engine.journal import Journal
 from halfstep.engine.late import Mail, host
 from halfstep.engine.ledger import Share, Weight
-from halfstep.engine.replicas import Replicas
-from halfstep.engine.rows import Closing
+from halfstep.engine.replicas.replicas import Replicas
+from halfstep.engine.replicas.rows import Closing
 from halfstep.engine.scale import FLOOR_TOUCHES, LossScale
 from halfstep.engine.schedule import Schedule
 from halfstep.engine.terms import TermBuffers

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from halfstep.errors import MisuseError, NonFiniteError, PolicyError, UpdateDiffersError
 from halfstep.probe.difference import Cause, causes_of
-from halfstep.probe.passes import unwatched
+from halfstep.probe.micro_batch.passes import unwatched
 from halfstep.probe.trial import TOLERANCES, Trial, norm, unchanged
 from halfstep.probe.whole import joined
 

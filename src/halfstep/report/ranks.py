@@ -15,8 +15,8 @@ from typing import Any
 
 from halfstep.checks.folding import fold
 from halfstep.checks.judge import Judge, Summary, ranked
-from halfstep.checks.ranks import NEEDED, compare
 from halfstep.checks.registry import cross_checks
+from halfstep.checks.replicas.ranks import NEEDED, compare
 from halfstep.errors import RecordError
 from halfstep.events import Ended, Event, Finding, GroupMade, Started, restored
 from halfstep.record.history import History

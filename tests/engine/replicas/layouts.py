@@ -20,8 +20,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from halfstep.engine import collectives, rows, sharded
 from halfstep.engine.manager import MixedPrecisionManager
+from halfstep.engine.replicas import collectives, rows, sharded
 from halfstep.errors import HalfstepError
 
 

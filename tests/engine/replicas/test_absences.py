@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from tests.engine.replicas.company import Company
 
-from halfstep.engine.collectives import lost
+from halfstep.engine.replicas.collectives import lost
 
 pytestmark = pytest.mark.processes
 

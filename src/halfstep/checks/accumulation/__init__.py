@@ -1,0 +1,1 @@
+"""The family "Accumulation and denominators": its checks, one file a subject."""

@@ -1,0 +1,1 @@
+"""The family "Modes": its checks, one file a subject."""

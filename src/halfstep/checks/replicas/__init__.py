@@ -1,0 +1,1 @@
+"""The family "Replicas": its checks, one file a subject."""

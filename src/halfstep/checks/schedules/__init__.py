@@ -1,0 +1,1 @@
+"""The family "Schedules and parameters": its checks, one file a subject."""

@@ -1,0 +1,1 @@
+"""`halfstep.compare`: one micro-batch both ways, module by module, and remedies tried on it."""

@@ -1,0 +1,1 @@
+"""`manager.preflight`: one update each way before a long run."""
