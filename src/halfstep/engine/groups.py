@@ -74,6 +74,8 @@ class Groups(Generic[Batch]):
             if self._model is not None:
                 manager._meet((self._model,))
             replicas.require_known("a group was opened")
+        elif self._model is not None:
+            replicas.meet((self._model,))
         if self._ended and replicas.local:
             self._finish()
         if self._iterator is None and not self._ended:

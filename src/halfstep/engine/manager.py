@@ -58,7 +58,7 @@ class MixedPrecisionManager(Records):
     ``min_scale``       a floor for it: the third overflow in a row that cannot lower it any more raises
     ``replicas``        who else contributes; None: what the model given to ``groups`` or ``step`` shows; for others a
                         process group or a mesh dimension; the wrapped model, where weights come outside ``groups``;
-                        1 for a process that trains for itself
+                        1 where every rank trains a model of its own, in no wrapper
     ``on_duplicate``    one example on several replicas in one update, where ids are known: "warn", "raise" or "ignore"
     ``monitor``         keep the gradient norm of every parameter and update (they come from the clipping pass)
     ``record``          where the journal of updates goes besides memory: a directory (``journal.jsonl``), or a function
@@ -289,6 +289,8 @@ class MixedPrecisionManager(Records):
         if not self.replicas.alone:
             self._meet(binding.modules)
             self._updater.explain()
+        elif self.replicas.by_itself:
+            self.replicas.meet(binding.modules)
         schedulers = schedulers_of(scheduler)
         self._schedule.require_fit(schedulers, binding.optimizers)
         share = self._order.share(binding)

@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -288,6 +289,23 @@ def refused(rank: int, world: int, what: str) -> str:
         elif what == "too many":
             group = [dist.new_group([r]) for r in range(world)][rank]
             loop(DistributedDataParallel(model, process_group=group), data, replicas=dist.group.WORLD)
+        elif what in ("alone in ddp", "alone in fsdp"):
+            mesh = init_device_mesh("cpu", (world,))
+            wrapped = DistributedDataParallel(model) if what == "alone in ddp" else fully_shard(model, mesh=mesh)
+            manager = MixedPrecisionManager(precision="fp32", replicas=1)
+            manager.backward(F.cross_entropy(wrapped(data[0][0]), data[0][1]))
+            before = [p.detach().clone() for p in model.parameters()]
+            try:
+                manager.step(wrapped, torch.optim.SGD(model.parameters(), lr=0.1))
+            finally:
+                assert all(bool((a == b).all()) for a, b in zip(before, model.parameters(), strict=True))
+                with pytest.raises(HalfstepError, match="replicas=1, but"):
+                    manager.discard()
+                    next(manager.groups(data, 2, model=wrapped))
+        elif what == "alone":
+            loop(model, data, replicas=1)
+            group = [dist.new_group([r]) for r in range(world)][rank]
+            loop(DistributedDataParallel(model, process_group=group), data, replicas=1)
         elif what == "bypassed":
             wrapped = DistributedDataParallel(model)
             manager = MixedPrecisionManager(precision="fp32")

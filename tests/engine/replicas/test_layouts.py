@@ -114,9 +114,16 @@ def test_communication_hooks(company: Company, kind: str) -> None:
         ("size", "groups of different sizes: 2 on rank 0, 3 on rank 1"),
         ("too many", "replicas was given 2 ranks"),
         ("bypassed", "have not been exchanged"),
+        ("alone in ddp", "replicas=1, but the model is in DistributedDataParallel over ranks [0, 1]"),
+        ("alone in fsdp", "replicas=1, but the model is in fully_shard over ranks [0, 1]"),
     ],
 )
 def test_refused(company: Company, what: str, words: str) -> None:
     for message in company.run(f"{CASES}:refused", 2, what=what):
         assert words in message
         assert "fix:" in message
+
+
+def test_each_rank_may_train_a_model_of_its_own(company: Company) -> None:
+    """``replicas=1``: in no wrapper, or in one over a single rank."""
+    assert company.run(f"{CASES}:refused", 2, what="alone") == ["not refused"] * 2

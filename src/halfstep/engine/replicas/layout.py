@@ -38,7 +38,8 @@ def declared_link(replicas: Any) -> Link | None:
     if isinstance(replicas, int):
         raise PolicyError(
             f"replicas={replicas}: a number says how many, not how to reach them",
-            "leave it out (the model shows them), or give their process group; replicas=1 for a process of its own",
+            "leave it out (the model shows them), or give their process group; replicas=1 only where every rank trains "
+            "a model of its own, in no wrapper",
         )
     if collectives.initialised():
         import torch.distributed as dist
@@ -55,7 +56,7 @@ def declared_link(replicas: Any) -> Link | None:
             return replicas.get_group()
     raise UnsupportedError(
         f"replicas={replicas!r} is of type {type(replicas).__name__}",
-        "None, a process group, or a mesh dimension like mesh['dp']; 1 for a process of its own",
+        "None, a process group, or a mesh dimension like mesh['dp']; 1 where every rank trains a model of its own",
     )
 
 
@@ -90,6 +91,24 @@ def infer(modules: Sequence[nn.Module], declared: Link | None, known: Sequence[W
     if not wrappers:
         return _unwrapped(modules, declared)
     return _wrapped(modules, wrappers, declared)
+
+
+def require_unwrapped(modules: Sequence[nn.Module]) -> None:
+    """Refuse a model whose gradients are exchanged with other ranks, where ``replicas=1`` was declared: D would be 1
+    while its wrapper averages."""
+    wrappers: list[Wrapper] = [fsdp.Fsdp(module) for module in fsdp.roots(modules)]
+    wrappers += [
+        Ddp(inner) for root in modules for inner in root.modules() if isinstance(inner, DistributedDataParallel)
+    ]
+    for wrapper in wrappers:
+        wrapper.remove()
+    shared = next((wrapper for wrapper in wrappers if wrapper.members > 1), None)
+    if shared is not None:
+        raise MisuseError(
+            f"replicas=1, but the model is in {_words(shared)}, which averages gradients over all of them",
+            "leave replicas= out: the model shows them; replicas=1 is right where every rank trains a model of its "
+            "own, in no wrapper",
+        )
 
 
 def _wrapped(modules: Sequence[nn.Module], wrappers: list[Wrapper], declared: Link | None) -> Layout:
@@ -166,7 +185,8 @@ def _unwrapped(modules: Sequence[nn.Module], declared: Link | None) -> Layout:
             f"the process group has {collectives.world()} ranks, and the model is in no wrapper that exchanges "
             "gradients: each rank would train a model of its own",
             "DistributedDataParallel(model) or fully_shard(model), and the wrapped model in manager.step; or "
-            "replicas=process_group to let the manager average gradients; replicas=1 where that is meant",
+            "replicas=process_group to let the manager average gradients; replicas=1 only where every rank is meant to "
+            "train a model of its own (a sweep), never with a model in DDP or fully_shard",
         )
     return Layout()
 

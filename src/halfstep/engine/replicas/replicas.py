@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from halfstep.engine.graph import nodes
 from halfstep.engine.replicas import collectives
 from halfstep.engine.replicas.collectives import Link
-from halfstep.engine.replicas.layout import Layout, declared_link, infer
+from halfstep.engine.replicas.layout import Layout, declared_link, infer, require_unwrapped
 from halfstep.engine.replicas.rows import Closing, Opening, Share, close_group, open_group, require_terms
 from halfstep.engine.replicas.wrappers import Ddp, Wrapper
 from halfstep.errors import MisuseError, UnsupportedError
@@ -58,12 +58,15 @@ class Replicas:
         self.policy = 0
         self.settle: Callable[[], None] = lambda: None
         """Bring the books up to date: called before a lost rank is told."""
-        self._alone = type(declared) is int and declared == 1
+        self.by_itself = type(declared) is int and declared == 1
+        """Whether this process was declared to train a model of its own."""
         given = declared if isinstance(declared, (list, tuple)) else (declared,)
         models = [model for model in given if isinstance(model, nn.Module)]
-        self._declared = declared_link(None if self._alone or len(models) == len(given) else declared)
+        self._declared = declared_link(None if self.by_itself or len(models) == len(given) else declared)
         self._links: tuple[Link, ...] = ()
         self._met: dict[tuple[int, ...], tuple[list[Any], Layout]] = {}
+        self._apart: dict[tuple[int, ...], list[Any]] = {}
+        """Models that train for themselves, as declared, and were looked at."""
         if self._declared is not None:
             self._links = (self._declared,)
             self.degree = len(collectives.members(self._declared))
@@ -76,13 +79,15 @@ class Replicas:
     @property
     def alone(self) -> bool:
         """Whether there is nobody else, and no process group that might have others in it."""
-        return self.local and (self._alone or not collectives.initialised())
+        return self.local and (self.by_itself or not collectives.initialised())
 
     # --- who they are ---
 
     def meet(self, modules: Sequence[nn.Module]) -> list[str]:
         """Learn from a model who its replicas are, the first time it is seen: what a reader should know of it."""
-        if self._alone or (self.local and not collectives.initialised()):
+        if self.by_itself or (self.local and not collectives.initialised()):
+            if self.by_itself and collectives.initialised():
+                self._require_alone(modules)
             return []
         key = tuple(map(id, modules))
         known = self._met.get(key)
@@ -112,13 +117,22 @@ class Replicas:
         self.notes.extend(layout.notes)
         return layout.notes
 
+    def _require_alone(self, modules: Sequence[nn.Module]) -> None:
+        """``replicas=1`` was declared: refuse a model whose gradients several ranks exchange, when first seen."""
+        key = tuple(map(id, modules))
+        known = self._apart.get(key)
+        if known is not None and all(ref() is module for ref, module in zip(known, modules, strict=True)):
+            return
+        require_unwrapped(modules)
+        self._apart[key] = [weakref.ref(module) for module in modules]
+
     def require_known(self, what: str) -> None:
         """Raise where there is a process group of several, and nobody said who the replicas are."""
-        if self.local and not self._alone and not self._met and collectives.world() > 1:
+        if self.local and not self.by_itself and not self._met and collectives.world() > 1:
             raise MisuseError(
                 f"{what}, in a process group of {collectives.world()} ranks, before it is known who the replicas are",
                 "manager.groups(…, model=model) with the wrapped model, or MixedPrecisionManager(replicas=model); "
-                "replicas=1 where this process trains for itself",
+                "replicas=1 only where every rank trains a model of its own, in no wrapper",
             )
 
     def wrappers(self, model: nn.Module | None = None) -> list[Wrapper]:

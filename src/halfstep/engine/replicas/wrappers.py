@@ -46,6 +46,10 @@ class Wrapper:
         """Whether its forward runs compiled, where it is not seen."""
         self._handle = module.register_forward_hook(_Ear(self))
 
+    def remove(self) -> None:
+        """Let go of the module: it is not stepped here."""
+        self._handle.remove()
+
     def hold(self, exchange: bool, buffers: bool) -> None:
         """Before a micro-batch's forward: exchange gradients in its backward, or keep them local.
 
