@@ -70,6 +70,13 @@ class Run:
         assert all(torch.equal(a, b) for a, b in zip(before[0], after[0], strict=True))
         assert before[1:] == after[1:]
 
+    def next(self, when: str) -> None:
+        """The verb that comes next: another contribution, or at the end the update."""
+        if when == "at the end":
+            self.manager.step(self.model, self.optimizer, self.scheduler)
+        else:
+            self.manager.backward(self.loss(2))
+
     def works_again(self) -> None:
         """After what was wrong is dropped, the next update is applied."""
         self.manager.discard()
@@ -196,13 +203,10 @@ def test_zero_grad_by_hand(run: Run, set_to_none: bool, when: str) -> None:
     if when == "first group":
         run = Run(run.manager.precision.declared, updates=0)
     run.manager.backward(run.loss())
-    if when != "at the end":
-        run.optimizer.zero_grad(set_to_none=set_to_none)
-    run.manager.backward(run.loss(2))
-    if when == "at the end":
-        run.optimizer.zero_grad(set_to_none=set_to_none)
-    with run.unchanged(MisuseError, r"zero_grad"):
-        run.manager.step(run.model, run.optimizer, run.scheduler)
+    run.optimizer.zero_grad(set_to_none=set_to_none)
+    for _ in range(2):  # until it is discarded
+        with run.unchanged(MisuseError, r"zero_grad"):
+            run.next(when)
     run.works_again()
 
 
@@ -220,10 +224,35 @@ def test_optimizer_step_by_hand(fused: bool, updates: int) -> None:
         run = Run(precision, fused=fused, updates=updates)
         run.manager.backward(run.loss())
         run.optimizer.step()
-        run.manager.backward(run.loss(2))
-        with run.unchanged(MisuseError, r"AdamW.step\(\) was called by hand while \d contributions?"):
-            run.manager.step(run.model, run.optimizer, run.scheduler)
+        for when in ("between", "at the end"):
+            with run.unchanged(MisuseError, r"AdamW.step\(\) was called by hand while 1 contribution"):
+                run.next(when)
         run.works_again()
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+@pytest.mark.parametrize("weight", [None, 5])
+@pytest.mark.parametrize("updates", [0, 1])
+def test_updates_by_hand_in_place_of_the_managers(updates: int, weight: int | None, cleared: bool) -> None:
+    """A loop that never calls manager.step is told at its second backward."""
+    for precision in PRECISIONS:
+        run = Run(precision, updates=updates)
+        run.manager.backward(run.loss(), weight=weight)
+        run.optimizer.step()
+        if cleared:
+            run.optimizer.zero_grad()
+        with run.unchanged(MisuseError, r"AdamW.step\(\) was called by hand while 1 contribution was pending"):
+            run.manager.backward(run.loss(2), weight=weight)
+        run.works_again()
+
+
+def test_another_models_optimizer_is_its_own_before_the_first_update() -> None:
+    run, other = Run(updates=0), Run(updates=0)
+    run.manager.backward(run.loss())
+    other.loss().backward()
+    other.optimizer.step()
+    run.manager.backward(run.loss(2))
+    assert run.manager.step(run.model, run.optimizer).applied
 
 
 def test_a_stage_trained_by_hand_between_updates_is_the_users_own(run: Run) -> None:
@@ -263,14 +292,11 @@ def test_a_scheduler_that_was_loaded_was_not_moved_by_hand() -> None:
 def test_loss_backward_by_hand(run: Run, when: str) -> None:
     if when == "before":
         run.loss(7).backward()
-    run.manager.backward(run.loss())
-    if when == "between":
-        run.loss(7).backward()
-    run.manager.backward(run.loss(2))
-    if when == "at the end":
+    else:
+        run.manager.backward(run.loss())
         run.loss(7).backward()
     with run.unchanged(MisuseError, "1 backward pass ran without the manager"):
-        run.manager.step(run.model, run.optimizer, run.scheduler)
+        run.next(when)
     run.works_again()
 
 

@@ -187,7 +187,7 @@ class MixedPrecisionManager(Records):
         contributor, order = self._contributor, self._order
         group = order.group
         if inputs is None and not (retain_graph or create_graph):
-            order.witnesses.before(self._ledger.waits)
+            order.look()
             if contribute_quickly(contributor, loss, weight, group):
                 order.contributed(False)
                 return
@@ -201,7 +201,7 @@ class MixedPrecisionManager(Records):
         ledger = self._ledger
         ledger.admit(mode, len(losses), None if only is None else frozenset(map(id, only)))
         contributor.require_only(losses, mode, only, group)
-        order.witnesses.before(ledger.waits)
+        order.look()
         if group is None:
             examples, micro_batch = None, ledger.number
             ledger.number += 1

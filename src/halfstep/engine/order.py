@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -47,6 +47,16 @@ class Order:
         self.witnesses.stepped(len(self.ledger.pending), optimizer)
 
     # --- backward ---
+
+    def look(self) -> None:
+        """Before a backward: raise what was done by hand since the last verb."""
+        witnesses = self.witnesses
+        witnesses.before(self.ledger.waits)
+        if witnesses.fault is not None:
+            self._refuse(*witnesses.fault)
+
+    def _refuse(self, seen: str, fix: str) -> NoReturn:
+        raise MisuseError(seen, f"{fix}; manager.discard() drops what is pending")
 
     def contributed(self, empty: bool) -> None:
         """A backward of the manager's own has run."""
@@ -125,8 +135,7 @@ class Order:
         witnesses.before(self.ledger.waits)
         witnesses.require_unstepped(binding.optimizers, len(self.ledger.pending))
         if witnesses.fault is not None:
-            seen, fix = witnesses.fault
-            raise MisuseError(seen, f"{fix}; manager.discard() drops what is pending")
+            self._refuse(*witnesses.fault)
         if witnesses.edited(binding.ids):
             self._edited(share)
 

@@ -2,7 +2,7 @@
 
 One small parameter stands for all others of its optimizer: whatever clears, adds to, clips or edits gradients by hand
 does it there too. A hook on it counts additions; the gradient's version counts everything written in place. Nothing is
-read from a device while all is well. A fault is kept and raised at the next ``step``, before anything changes.
+read from a device while all is well. A fault is raised at the next ``backward`` or ``step``, before anything changes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from halfstep.errors import counted
 
-CLEARED = "leave zero_grad() out: manager.step clears the gradients after every update"
+CLEARED = "leave zero_grad() out: manager.step(model, optimizer) makes the update and clears the gradients after it"
 
 
 class Witness:
@@ -97,8 +97,17 @@ class Witnesses:
     def before(self, waits: Callable[[frozenset[int]], bool]) -> None:
         """Look, before a backward or an update. ``waits(ids)``: whether contributions wait on these parameters."""
         if self.fault is None:
+            if self._handle is not None:
+                self._early(waits)
             for witness in self._all:
                 self.fault = self.fault or witness.look(waits)
+
+    def _early(self, waits: Callable[[frozenset[int]], bool]) -> None:
+        """Keep a fault where, before the manager's first update, contributions were stepped by hand."""
+        for optimizer in list(self._stepped):
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if any(witness.ids <= held and waits(witness.ids) for witness in self._all):
+                self.stepped(1, type(optimizer).__name__)
 
     def after(self) -> None:
         """The manager's own backward or update has run."""
@@ -154,7 +163,7 @@ class Witnesses:
                 f"{optimizer}.step() was called by hand while {counted(pending, 'contribution')} "
                 f"{'was' if pending == 1 else 'were'} pending: parameters changed inside a group, by gradients that "
                 "still carry what manager.step would divide by",
-                "manager.step(model, optimizer) instead: it unscales, clips and steps",
+                "manager.step(model, optimizer) instead: it unscales, clips, steps and clears the gradients",
             )
 
     def clear(self) -> None:

@@ -299,9 +299,10 @@ def refused(rank: int, world: int, what: str) -> str:
                 manager.step(wrapped, torch.optim.SGD(model.parameters(), lr=0.1))
             finally:
                 assert all(bool((a == b).all()) for a, b in zip(before, model.parameters(), strict=True))
+                manager.discard()
+                groups = manager.groups(data, 2, model=wrapped)
                 with pytest.raises(HalfstepError, match="replicas=1, but"):
-                    manager.discard()
-                    next(manager.groups(data, 2, model=wrapped))
+                    next(groups)
         elif what == "alone":
             loop(model, data, replicas=1)
             group = [dist.new_group([r]) for r in range(world)][rank]
