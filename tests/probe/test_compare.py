@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import math
 import random
@@ -20,6 +21,7 @@ import halfstep
 from halfstep.errors import MisuseError, PolicyError
 from halfstep.probe.micro_batch.compare import explained
 from halfstep.probe.micro_batch.comparison import Comparison
+from halfstep.probe.micro_batch.exponents import LOWEST_SCALE
 from halfstep.probe.micro_batch.noise import rounding_error
 from halfstep.probe.micro_batch.passes import Passes
 
@@ -452,6 +454,11 @@ def test_it_can_be_read_as_a_table_as_data_and_as_a_chart() -> None:
         (loss_of, {"precision": "fp32"}, PolicyError),
         (loss_of, {"loss_scale": 0.0}, PolicyError),
         (loss_of, {"loss_scale": math.inf}, PolicyError),
+        (loss_of, {"loss_scale": "big"}, PolicyError),
+        (loss_of, {"tolerance": -1}, PolicyError),
+        (loss_of, {"tolerance": math.nan}, PolicyError),
+        (loss_of, {"tolerance": "2%"}, PolicyError),
+        ("loss", {}, PolicyError),
         (lambda model, batch: model(batch[0]), {}, MisuseError),
         (lambda model, batch: torch.zeros(()), {}, MisuseError),
         (lambda model, batch: loss_of(network(), batch), {}, MisuseError),
@@ -464,5 +471,56 @@ def test_misuse_is_an_error_of_halfsteps_own(
         halfstep.compare(network(), loss_fn, examples(), **settings)
     assert caught.value.fix  # type: ignore[attr-defined]
     found: Comparison = halfstep.compare(network(), loss_of, examples())
+    with pytest.raises(PolicyError, match="of type function"):
+        halfstep.compare(lambda x: x, loss_of, examples())  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="middle"):
         found.module("nowhere")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_loss_that_does_not_repeat_itself_is_not_judged(precision: Any) -> None:
+    calls = itertools.count(1)
+
+    def counting(model: nn.Module, batch: Batch) -> Tensor:
+        return loss_of(model, batch) * next(calls)
+
+    with pytest.raises(MisuseError, match="another loss each time"):
+        halfstep.compare(network(), counting, examples(), precision=precision, loss_scale=8.0)
+
+    def drawing(model: nn.Module, batch: Batch) -> Tensor:
+        return loss_of(model, batch) * (1 + random.random() + float(torch.rand(())))
+
+    assert halfstep.compare(network(), drawing, examples(), precision=precision, loss_scale=8.0).to_blame is False
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_gradients_are_taken_where_the_caller_has_none(mode: Any) -> None:
+    model = network()
+    plain = halfstep.compare(model, loss_of, examples())
+    with mode():
+        found = halfstep.compare(model, loss_of, examples())
+        assert (found.loss, found.gradient) == (plain.loss, plain.gradient)
+        assert found.cure(torch.optim.SGD(model.parameters(), lr=0.1)).line == ""
+
+
+def test_a_scale_below_the_usual_floor_is_found_and_said() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 4), torch.randn(6, 8)
+
+    def steep(model: nn.Module, x: Tensor) -> Tensor:
+        return (model(x).float() * 1e4).pow(2).mean()
+
+    found = halfstep.compare(model, steep, x, precision="fp16")
+    assert found.to_blame is None
+    assert found.scale < LOWEST_SCALE
+    assert "below 2^-8, where it stops falling" in found.verdict
+    assert found.fit is not None
+    assert found.fit.doublings >= 3
+    settings: dict[str, Any] = {"MixedPrecisionManager": halfstep.MixedPrecisionManager}
+    line = found.cure().line.replace("(", '(precision="fp16", device="cpu", ')
+    manager = eval(line, settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with manager.context():
+        loss = steep(model, x)
+    manager.backward(loss)
+    assert manager.step(model, optimizer).applied

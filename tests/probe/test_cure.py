@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halfstep
-from halfstep import MixedPrecisionManager
+from halfstep import MisuseError, MixedPrecisionManager, PolicyError
 from halfstep.probe.micro_batch.comparison import Comparison
 from halfstep.probe.micro_batch.remedies import Cure, Remedy
 
@@ -108,6 +108,7 @@ def test_what_does_not_help_is_said_with_numbers() -> None:
     assert "acts after the unscale" in clip.seen
     assert "the norm is nan" in clip.seen or "the norm is inf" in clip.seen
     assert half.helps is False
+    assert "along dimension 0" in half.seen
     assert "2 of the 2 halves break" in half.seen
     assert remedy(cure, "lower learning rate").helps is None
     normal = remedy(cure, "normalisation")
@@ -165,6 +166,11 @@ def test_lost_gradients_are_cured_by_a_higher_scale() -> None:
     assert scale.error is not None
     assert scale.error < 5e-3
     assert "stays lost" in remedy(cure, "clipping").seen
+    rate = remedy(
+        found.cure(torch.optim.SGD(found._passes.model.parameters(), lr=1e-3), updates=1), "lower learning rate"
+    ).seen
+    assert "lost to zero" in rate
+    assert "too large" not in rate
 
 
 class Sums(nn.Module):
@@ -281,3 +287,22 @@ def test_where_digits_are_lost_the_module_that_loses_them_becomes_the_island() -
     cure = found.cure()
     assert cure.line == 'manager.keep_fp32(model, "0")'
     assert remedy(cure, "BF16").helps is None
+
+
+def test_where_nothing_helps_it_says_so() -> None:
+    def cancelled(model: nn.Module, x: Tensor) -> Tensor:
+        return ((model(x) + 1000.0) - 1000.0).pow(2).mean()
+
+    cure = halfstep.compare(nn.Linear(6, 1), cancelled, examples()[0], precision="bf16").cure()
+    assert cure.line == ""
+    assert str(cure).splitlines()[-1].startswith("nothing that was tried helps")
+
+
+def test_another_models_optimizer_and_other_misuse_are_refused() -> None:
+    found = compared(Net(), loss_scale=2.0**8)
+    with pytest.raises(MisuseError, match="no parameter of this model"):
+        found.cure(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    wrong: list[dict[str, Any]] = [{"optimizer": "adam"}, {"updates": 0}, {"rate": -1.0}, {"max_norm": None}]
+    for given in wrong:
+        with pytest.raises(PolicyError):
+            found.cure(**given)

@@ -61,7 +61,7 @@ def test_bars_show_where_the_elements_lie() -> None:
     assert exponents(torch.tensor([2.0**-30, 2.0**9])).bars(-12, 4)[::7] == "██"  # outside is shown at the ends
 
 
-@pytest.mark.parametrize("largest", [1.0, 3e-4, 40000.0, 1e-9])
+@pytest.mark.parametrize("largest", [1.0, 3e-4, 40000.0, 1e-9, 1e12])
 def test_a_scale_leaves_its_headroom_and_no_more_than_it_says(largest: float) -> None:
     gradients = torch.tensor([largest, largest * 1e-5])
     fit = fitting_scale(exponents(gradients), torch.float16)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from halfstep.engine.precision import Precision
-from halfstep.errors import PolicyError
+from halfstep.engine.settings import number
+from halfstep.errors import MisuseError, PolicyError
 from halfstep.probe.micro_batch.comparison import Comparison, ModuleComparison
 from halfstep.probe.micro_batch.exponents import DEFAULT_SCALE, LOWEST_SCALE, Exponents, Fit, exponents, fitting_scale
 from halfstep.probe.micro_batch.modules import Beside, Difference, Full, Seen, Sums, plain_name
@@ -51,28 +52,74 @@ def compare(
 
     ``loss_fn(model, batch)`` returns the loss, a scalar; it need not open autocast (where it does, its dtype is
     taken). The half pass runs under autocast with the loss multiplied by ``loss_scale``, by default 2^16 for FP16 and
-    1 for BF16; where gradients overflow only because of it, it is lowered until they fit (to 2^-8), and both are told.
+    1 for BF16; where gradients overflow only because of it, it is lowered until they fit, and both are told.
     The FP32 pass runs with every autocast off, from the same random state. ``precision``: "auto" is what a
     :class:`~halfstep.MixedPrecisionManager` takes on the model's device. ``tolerance``: the relative error up to which
     rounding explains a difference, by default :func:`~halfstep.probe.micro_batch.compare.explained`.
 
     Modules that were made islands (``manager.keep_fp32``) are islands here too.
 
+    The random state is put back before each pass: torch's, Python's and NumPy's own generators. Where half precision
+    differs, FP32 runs once more, and has to repeat itself.
+
     Nothing changes: parameters, gradients, buffers, modes, attributes that a forward sets, random state and hooks are
     afterwards as before. No hook on a parameter runs; hooks on modules run, since they may be part of what is computed.
     FP32 activations of the micro-batch are held on the host meanwhile.
 
-    Raises :class:`~halfstep.errors.PolicyError` for another precision or no scale, and
-    :class:`~halfstep.errors.MisuseError` where ``loss_fn`` returns no scalar that depends on the model.
+    Raises :class:`~halfstep.errors.PolicyError` for another precision, no scale or no tolerance, for a model that is
+    no module and a ``loss_fn`` that is no function, and :class:`~halfstep.errors.MisuseError` where ``loss_fn`` returns
+    no scalar that depends on the model, or in FP32 another one each time.
     """
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"the model is of type {type(model).__name__}", "compare(model, loss_fn, batch): a module")
+    if not callable(loss_fn):
+        raise PolicyError(f"loss_fn is of type {type(loss_fn).__name__}", "a function loss_fn(model, batch)")
     if precision not in ("auto", "fp16", "bf16"):
         raise PolicyError(f"precision={precision!r} is compared with FP32", 'say "auto", "fp16" or "bf16"')
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     chosen = Precision(precision, device)
-    asked = loss_scale if loss_scale is not None else DEFAULT_SCALE if chosen.scaled else 1.0
-    if not 0.0 < asked < math.inf:
-        raise PolicyError(f"loss_scale={asked}", "a power of two above 0")
-    return measure(Passes(model, loss_fn, batch), chosen.name, chosen.region, asked, tolerance)
+    asked = DEFAULT_SCALE if chosen.scaled else 1.0
+    if loss_scale is not None:
+        fix = "a positive, finite number; a power of two changes no digit"
+        asked = number("loss_scale", loss_scale, fix)
+        if not 0.0 < asked < math.inf:
+            raise PolicyError(f"loss_scale={asked} is no loss scale", fix)
+    if tolerance is not None:
+        fix = "a relative error, such as 0.02, or None for what rounding explains"
+        tolerance = number("tolerance", tolerance, fix)
+        if not 0.0 <= tolerance < math.inf:
+            raise PolicyError(f"tolerance={tolerance} is no distance", fix)
+    passes = Passes(model, loss_fn, batch)
+    known = run_full(passes)
+    found = measure(passes, chosen.name, chosen.region, asked, tolerance, known)
+    if found.to_blame is not False or found.rounding is not None or _losses_apart(found):
+        dtype = torch.float16 if found.precision == "fp16" else torch.bfloat16
+        _require_repetition(passes, known[1], explained(dtype))  # in FP32: not what rounding does here, were it much
+    return found
+
+
+def _losses_apart(found: Comparison) -> bool:
+    return abs(found.loss - found.full_loss) > found.tolerance * abs(found.full_loss)
+
+
+def _require_repetition(passes: Passes, reference: Pass, limit: float) -> None:
+    """The same pass again gives the same: where FP32 does not repeat itself, nothing can be said of half precision."""
+    again = passes.full()
+    losses = reference.loss, again.loss
+    if all(map(math.isfinite, losses)):
+        apart = abs(losses[1] - losses[0]) > limit * abs(losses[0])
+    else:
+        apart = math.isfinite(losses[0]) is not math.isfinite(losses[1])
+    gradient = None if reference.spoiled or again.spoiled else _joint(again, reference)
+    if apart or (gradient is not None and gradient.error > limit):
+        seen = f"loss_fn gives another loss each time: {losses[0]:.5g} and {losses[1]:.5g}, both in FP32"
+        if not apart and gradient is not None:
+            seen = f"loss_fn gives another gradient each time: {gradient.error:.0%} apart, both in FP32"
+        raise MisuseError(
+            f"{seen} and from the same random state",
+            "draw from the generators of torch, Python or NumPy that are put back (torch.rand, random, np.random), "
+            "or before compare is called; keep no count from call to call",
+        )
 
 
 def measure(
@@ -87,14 +134,17 @@ def measure(
     full, reference = run_full(passes) if known is None else known
     look, beside, half = _looked(passes, region, asked, full)
     first, overflow, underflow = half, look.overflow, look.underflow
-    while half.spoiled and math.isfinite(half.loss) and half.scale > LOWEST_SCALE and not reference.spoiled:
+    lowest = _lowest_scale(reference, beside, half)
+    while half.spoiled and math.isfinite(half.loss) and half.scale > lowest and not reference.spoiled:
         scale = half.scale / 2
         peak = max((m.gradient_exponents.peak for m in beside.modules.values()), default=0.0)
         if overflow is not None and overflow.by_scale_alone and overflow.exact:
             peak = max(peak, overflow.exact / half.scale)
         if peak > 0 and half.dtype in HALF:  # below that, what is inside the modules may still be larger
             scale = min(scale, 2.0 ** math.floor(math.log2(torch.finfo(half.dtype).max / peak)))
-        look, beside, half = _looked(passes, region, max(LOWEST_SCALE, scale), full)
+        if half.scale <= LOWEST_SCALE:  # wider strides: what is inside the modules may be larger by any factor
+            scale = min(scale, half.scale / 8)
+        look, beside, half = _looked(passes, region, max(lowest, scale), full)
         overflow = overflow or look.overflow
         underflow = look.underflow
     dtype = half.dtype if half.dtype in HALF else torch.float16 if name == "fp16" else torch.bfloat16
@@ -132,6 +182,18 @@ def measure(
         _region=region,
         _asked_tolerance=tolerance,
     )
+
+
+def _lowest_scale(reference: Pass, beside: Beside, half: Pass) -> float:
+    """Where lowering ends: 2^-8, unless FP32's own gradients would overflow there; then what they need and a bit."""
+    if half.dtype not in HALF or reference.spoiled:
+        return LOWEST_SCALE
+    peak = max((m.gradient_exponents.peak for m in beside.modules.values()), default=0.0)
+    peak = max(peak, *(exponents(g).peak for g in reference.gradients.values()))
+    if peak == 0.0 or not math.isfinite(peak):
+        return LOWEST_SCALE
+    needed = math.floor(math.log2(torch.finfo(half.dtype).max / peak))
+    return LOWEST_SCALE if 2.0**needed >= LOWEST_SCALE else 2.0 ** max(needed - 12, -126)
 
 
 def run_full(passes: Passes) -> tuple[Full, Pass]:
@@ -238,6 +300,9 @@ def _fit(modules: list[ModuleComparison], reference: Pass, dtype: torch.dtype, h
     for module in modules:
         if module.dtype == str(dtype).removeprefix("torch."):
             total += module.gradient_exponents
+    if not total.kept and half.dtype in HALF:  # half precision inside modules alone: the copies of weights are known
+        for gradient in reference.gradients.values():
+            total += exponents(gradient)
     if math.isfinite(peak) and peak > 0:  # the largest one inside modules too
         total = Exponents(total.counts, total.zeros, total.nonfinite, max(total.peak, peak / half.scale))
     elif total.kept:

@@ -12,7 +12,7 @@ import torch
 
 from halfstep.errors import PolicyError, counted
 from halfstep.events import plain
-from halfstep.probe.micro_batch.exponents import Exponents, Fit
+from halfstep.probe.micro_batch.exponents import LOWEST_SCALE, Exponents, Fit
 from halfstep.probe.micro_batch.modules import Difference
 from halfstep.probe.micro_batch.overflow import Overflow
 from halfstep.probe.micro_batch.passes import Passes
@@ -99,7 +99,7 @@ class Comparison:
 
     @property
     def to_blame(self) -> bool | None:
-        """Whether precision is to blame: None where the loss scale alone is, which settles by itself."""
+        """Whether precision is to blame: None where the loss scale alone is, which settles by itself down to 2^-8."""
         if not math.isfinite(self.full_loss) or self.full_spoiled:
             return False
         if not self.finite and math.isfinite(self.loss) and self.scale < self.asked_scale and self._agrees:
@@ -126,6 +126,7 @@ class Comparison:
             return (
                 f"only the loss scale is: gradients overflow at {power(self.asked_scale)}, and are finite and {apart} "
                 f"at {power(self.scale)}"
+                + (f", below {power(LOWEST_SCALE)}, where it stops falling" if self.scale < LOWEST_SCALE else "")
             )
         if self._agrees and self.starved:
             worst = self.module(self.starved[0])
@@ -171,6 +172,9 @@ class Comparison:
         ``max_norm``, and, given the ``optimizer``, ``rate`` times the learning rate for that layer: ``updates`` FP32
         updates with this micro-batch on copies of model and optimizer. Nothing changes, as in :func:`compare`.
         ``print`` what it returns; ``.line`` is the line to paste.
+
+        Raises :class:`~halfstep.errors.PolicyError` for settings that cannot be meant, and
+        :class:`~halfstep.errors.MisuseError` for the optimizer of another model.
         """
         from halfstep.probe.micro_batch.remedies import cure
 

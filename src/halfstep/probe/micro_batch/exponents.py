@@ -117,13 +117,13 @@ def fitting_scale(gradients: Exponents, dtype: torch.dtype, *, headroom: int = H
     """The scale that fits these (unscaled) gradients; None where there are none.
 
     It is 2^16 where that loses nothing worth mention (a thousandth of the elements) and leaves ``headroom`` doublings;
-    else the largest that leaves them, though none below 2^-8. Only the gradients given are fitted: run a pass with it
-    to be sure.
+    else the largest that leaves them. One below 2^-8 needs a ``min_scale`` of its own, too. Only the gradients given
+    are fitted: run a pass with it to be sure.
     """
     if not gradients.kept:
         return None
     top = math.floor(math.log2(torch.finfo(dtype).max / gradients.peak))
-    highest = max(2.0 ** min(top - headroom, 126), LOWEST_SCALE)
+    highest = 2.0 ** max(min(top - headroom, 126), -126)
     lost = gradients.lost(dtype, DEFAULT_SCALE)
     scale = DEFAULT_SCALE if highest >= DEFAULT_SCALE and lost < _NEGLIGIBLE else highest
     return Fit(

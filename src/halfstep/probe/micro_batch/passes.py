@@ -59,7 +59,8 @@ class Passes:
     def __init__(self, model: nn.Module, loss_fn: Callable[[Any, Any], Tensor], batch: Any) -> None:
         self.model = bare(model)
         self.loss_fn = loss_fn
-        self.batch = batch
+        with torch.inference_mode(False):  # what a session of inference loaded takes part in no backward
+            self.batch = mapped(batch, lambda tensor: tensor.clone() if tensor.is_inference() else tensor)
         self._start = RandomState()
 
     def half(self, region: AbstractContextManager[Any], scale: float, *sights: Sight) -> Pass:
@@ -77,7 +78,7 @@ class Passes:
     def _alone(self) -> Iterator[None]:
         """The model as it was afterwards, the attributes that a forward sets included; no session sees it."""
         attributes = [(module, dict(module.__dict__)) for module in self.model.modules()]
-        with unwatched(), unchanged(self.model):
+        with torch.inference_mode(False), torch.enable_grad(), unwatched(), unchanged(self.model):
             self._start.restore()
             try:
                 yield

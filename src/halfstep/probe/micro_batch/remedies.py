@@ -10,12 +10,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from halfstep.engine import settings
 from halfstep.engine.group import examples_of
 from halfstep.engine.precision import Precision
-from halfstep.errors import HalfstepError
+from halfstep.errors import HalfstepError, MisuseError, PolicyError
 from halfstep.events import plain
 from halfstep.probe.micro_batch.compare import measure, run_full
 from halfstep.probe.micro_batch.comparison import Comparison
+from halfstep.probe.micro_batch.exponents import LOWEST_SCALE
 from halfstep.probe.micro_batch.islands import Region, smallest_island
 from halfstep.probe.micro_batch.modules import Full
 from halfstep.probe.micro_batch.passes import Pass, Passes, unwatched
@@ -71,6 +73,8 @@ class Cure:
             lines += [table(("remedy", "tried", "helps", "gradient apart", "seen"), rows, left=5)]
         if self.line:
             lines += ["", f"paste      {self.line}"]
+        elif rows and not self.note:
+            lines += ["", "nothing that was tried helps: train this model in FP32, or write otherwise what is at fault"]
         return "\n".join(lines)
 
 
@@ -81,6 +85,27 @@ def cure(
     found: Comparison, optimizer: torch.optim.Optimizer | None, *, updates: int, rate: float, max_norm: float
 ) -> Cure:
     """See :meth:`Comparison.cure`."""
+    with torch.inference_mode(False), torch.enable_grad():
+        return _cure(found, optimizer, updates, rate, max_norm)
+
+
+def _cure(
+    found: Comparison, optimizer: torch.optim.Optimizer | None, updates: int, rate: float, max_norm: float
+) -> Cure:
+    if optimizer is not None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise PolicyError(
+                f"cure was given an optimizer of type {type(optimizer).__name__}", "the torch.optim.Optimizer itself"
+            )
+        own = {id(p) for p in found._passes.model.parameters()}
+        if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            raise MisuseError("the optimizer holds no parameter of this model", "the one that updates this model")
+    updates = settings.count("updates", updates, "a number of updates, 1 or more")
+    rate, norm = settings.number("rate", rate, "a factor, such as 0.1"), settings.norm_of(max_norm)
+    if updates < 1 or not 0.0 < rate < math.inf or norm is None:
+        raise PolicyError(
+            f"updates={updates}, rate={rate}, max_norm={max_norm}", "1 or more updates, a positive rate and norm"
+        )
     if not math.isfinite(found.full_loss) or found.full_spoiled:
         return Cure((), "nothing of precision helps: FP32 is not finite either; look at the data, the loss, the rate")
     trial = _Trial(found)
@@ -157,7 +182,10 @@ def _scale(trial: _Trial) -> Remedy:
         return Remedy(name, "-", None, "no gradient in half precision was seen")
     scale = found.fit.scale
     after = measure(trial.passes, "fp16", found._region, scale, found._asked_tolerance, trial.known)
-    line = f"MixedPrecisionManager(init_scale=2.0**{int(math.log2(after.scale))})"
+    exponent = int(math.log2(after.scale))
+    # The manager refuses a first scale below the one where its scale stops falling.
+    floor = f", min_scale=2.0**{exponent - 8}" if after.scale < LOWEST_SCALE else ""
+    line = f"MixedPrecisionManager(init_scale=2.0**{exponent}{floor})"
     return _judged(name, f"init_scale={power(after.scale)}", after, line)
 
 
@@ -252,8 +280,10 @@ def _smaller(trial: _Trial) -> Remedy:
             return Remedy(name, f"{middle} examples", None, f"loss_fn cannot take a part: {type(error).__name__}")
     worst = max(outcomes, key=lambda o: (not _is_good(o), o.gradient.error if o.gradient else 0.0))
     broken = sum(not _is_good(o) for o in outcomes)
-    more = f"{broken} of the 2 halves break" if broken else ""
-    line = f"# micro-batches of {middle} examples, and twice as many to a group: manager.groups(loader, 2 * A)"
+    more = "cut along dimension 0" + (f", {broken} of the 2 halves break" if broken else "")
+    line = (
+        f"# {middle} examples (dimension 0) to a micro-batch, twice as many to a group: manager.groups(loader, 2 * A)"
+    )
     return _judged(name, f"{middle} examples for {count}", worst, line, more)
 
 
@@ -273,7 +303,7 @@ def _rate(trial: _Trial, optimizer: torch.optim.Optimizer | None, updates: int, 
     )
     helps: bool | None = _is_good(after) and not _is_good(as_it_is)
     if not _is_good(after):
-        seen += ": too large for half precision at either rate; lower it from before it was"
+        seen += f": {_why_not(after)}"
     elif not helps:
         seen += ": half precision can do either"
         helps = None if trial.found.to_blame is False else False
@@ -281,6 +311,15 @@ def _rate(trial: _Trial, optimizer: torch.optim.Optimizer | None, updates: int, 
     path = expression(suspect)
     line = f'{{"params": {path}.parameters(), "lr": {rate:g} * lr}}  # a group of its own in the optimizer'
     return Remedy(name, f"{rate:g} × for {suspect}", helps, seen, error, line if helps else "")
+
+
+def _why_not(after: Comparison) -> str:
+    """What half precision still fails by where the rate was lowered."""
+    if not after.finite and after.scale >= after.asked_scale:
+        return "too large for half precision at either rate; lower it from before it was"
+    if after.starved:
+        return "gradients are lost to zero at either rate: it is the loss scale that is too low"
+    return "half precision is as far off at either rate"
 
 
 def _clipping(trial: _Trial, max_norm: float) -> Remedy:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from halfstep.probe.micro_batch.comparison import Comparison, ModuleComparison
+from halfstep.probe.micro_batch.exponents import LOWEST_SCALE
 from halfstep.probe.micro_batch.modules import Difference
 from halfstep.probe.table import percent, power, table
 
@@ -36,7 +37,9 @@ def shown(found: Comparison) -> str:
     fit = found.fit
     if fit is not None:
         lines.append(
-            f"scale      init_scale={power(fit.scale)} fits: {fit.doublings} doublings to the first overflow, "
+            f"scale      init_scale={power(fit.scale)} fits"
+            + (" (give min_scale, too, which ends at 2^-8)" if fit.scale < LOWEST_SCALE else "")
+            + f": {fit.doublings} doublings to the first overflow, "
             f"{percent(fit.lost)} of gradient elements lost"
             + ("" if math.isfinite(found.loss) else ", once the overflow of the forward is cured")
         )
