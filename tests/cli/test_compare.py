@@ -190,7 +190,12 @@ def _command(pid: str) -> str:
     [
         (["compare"], "nothing to run"),
         (["compare", "--updates", "0", "x.py"], "1 or more"),
+        (["compare", "--updates", "many", "x.py"], "1 or more"),
         (["compare", "--tolerance", "-1", "x.py"], "no distance"),
+        (["compare", "--tolerance", "some", "x.py"], "no distance"),
+        (["compare", "--seed", "-1", "x.py"], "0 to 2^32-1"),
+        (["compare", "--seed", "5000000000", "x.py"], "0 to 2^32-1"),
+        (["compare", "--metric", "", "x.py"], "needs a name"),
     ],
 )
 def test_wrong_use_is_status_2(line, said, capsys):
@@ -200,11 +205,26 @@ def test_wrong_use_is_status_2(line, said, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_what_is_not_there_or_cannot_be_written_is_refused_before_anything_runs(capsys, tmp_path):
+    script = str(EXAMPLES / "high_rate.py")
+    for line, said in (
+        (["nope.py"], "no file nope.py"),
+        ([str(tmp_path)], "no __main__.py"),
+        (["-m", "no.such.module"], "no module no.such.module"),
+        (["--json", str(tmp_path), script], "is a folder"),
+        (["--html", str(tmp_path), script], "is a folder"),
+    ):
+        assert main(["compare", *line]) == 2
+        assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_cannot_run_twice_is_refused(capsys, monkeypatch, tmp_path):
     assert main(["compare", "-"]) == 2
     assert "standard input can be read only once" in capsys.readouterr().err
     (tmp_path / "file").touch()
-    assert main(["compare", "--keep", str(tmp_path / "file" / "x"), "x.py"]) == 2
+    assert main(["compare", "--keep", str(tmp_path / "file" / "x"), str(tmp_path / "file")]) == 2
+    assert str(tmp_path / "file" / "x") in capsys.readouterr().err
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["compare", "x.py"]) == 2

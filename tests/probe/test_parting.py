@@ -175,6 +175,65 @@ def test_an_exception_that_fp32_goes_past_is_precision():
     found = verdict(at_once, run("fp32", FALLING[:10]))
     assert found.blame == "precision"
     assert "RuntimeError at train.py:9: no Half, before any update" in found.words
+    asked = {"type": "EOFError", "message": "EOF when reading a line", "at": "train.py:2"}
+    found = verdict(run("own", [], raised=asked), run("fp32", [], raised=asked))
+    assert found.blame == "unknown"
+    assert "both runs ended by EOFError" in found.words
+    assert "standard input is empty" in found.words
+
+
+def together(*runs):
+    """Runs of one optimizer each as one run of several, in turn."""
+    points = [point for turn in zip(*(r.points for r in runs), strict=True) for point in turn]
+    numbered = [replace(p, optimizer=1 + k % len(runs), micro=k + 1, attempted=k + 1) for k, p in enumerate(points)]
+    return replace(runs[0], points=numbered)
+
+
+def test_every_optimizer_is_judged_and_the_one_that_suffers_is_named():
+    """The second's losses are 1e-8 times the first's, which are the same in both."""
+    small, stuck = [1e-8 * loss for loss in FALLING], [1e-8 * max(loss, 1.0) for loss in FALLING]
+    own, fp32 = (together(run(side, FALLING), run(side, losses)) for side, losses in (("own", stuck), ("fp32", small)))
+    first = verdict(own, fp32)
+    assert (first.blame, first.wanted) == ("precision", "jittered")
+    found = verdict(own, fp32, together(run("jittered", FALLING), run("jittered", small)))
+    assert (found.blame, found.wanted) == ("precision", None)
+    assert "loss of optimizer 2" in found.words
+    assert found.parted is not None
+    assert (found.parted.what, found.parted.optimizer) == ("loss", 2)
+    none = verdict(fp32, fp32)
+    assert none.blame == "not precision"
+    own.points = [replace(b, loss=b.loss * 1.001) for b in fp32.points]
+    found = verdict(own, fp32)
+    assert (found.blame, found.parted) == ("not precision", None)
+    assert "of optimizer 1" in found.words
+    assert "of optimizer 2" in found.words
+
+
+def test_of_adversaries_one_without_a_gradient_is_seen_though_no_loss_is_better():
+    rising = [1.3 + 0.3 * k / 60 for k in range(60)]
+    lost = {"layers": lambda k: {"g": 0.0}}
+    kept = {"layers": lambda k: {"g": 1e-8}}
+    own = together(run("own", [1.3] * 60), run("own", [0.7] * 60, **lost))
+    fp32 = together(run("fp32", rising), run("fp32", [0.7 + 0.1 * k / 60 for k in range(60)], **kept))
+    found = verdict(own, fp32)
+    assert (found.blame, found.wanted) == ("precision", None)
+    assert "optimizer 2 gets no gradient from update 2 on" in found.words
+    held = together(run("own", [1.3] * 60), run("own", [0.7] * 60, **kept))
+    assert verdict(held, fp32).blame == "not precision"
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_run_that_stops_by_itself_is_not_acquitted_by_what_it_did_before(status):
+    own = run("own", FALLING[:15], end={"code": status})
+    fp32 = run("fp32", FALLING)
+    first = verdict(own, fp32)
+    assert (first.blame, first.wanted) == ("unknown", "jittered")
+    assert "after 15 of the 60 updates" in first.words
+    found = verdict(own, fp32, run("jittered", FALLING))
+    assert (found.blame, found.wanted) == ("precision", None)
+    assert verdict(own, fp32, run("jittered", FALLING[:40])).blame == "unknown"
+    assert verdict(own, run("fp32", FALLING, end={"code": 1}), run("jittered", FALLING)).blame == "unknown"
+    assert verdict(replace(own, end=None), fp32).blame == "not precision"  # cut short from outside
 
 
 # -- when nothing can be said --------------------------------------------------------------------------------------
@@ -198,6 +257,34 @@ def test_what_makes_runs_incomparable_is_named(own, fp32, said):
     found = verdict(run("own", own.pop("losses"), **own), run("fp32", fp32.pop("losses"), **fp32))
     assert found.blame == "unknown"
     assert said in found.words
+
+
+@pytest.mark.parametrize("scale", [0.8, 1.2])
+def test_other_data_that_nobody_saw_shows_in_the_first_loss(scale):
+    """Whichever of the two is better: the losses of equal parameters are of other data."""
+    unseen = {"data": lambda k: (0.0, 0.0, 0.0)}
+    own, fp32 = run("own", [scale * x for x in FALLING], **unseen), run("fp32", FALLING, **unseen)
+    first = verdict(own, fp32)
+    assert (first.blame, first.wanted, first.parted) == ("unknown", "jittered", None)
+    found = verdict(own, fp32, run("jittered", [1.1 * x for x in FALLING], **unseen))
+    assert (found.blame, found.wanted) == ("unknown", None)
+    assert "not the same twice" in found.words
+    assert "sensitive" not in found.words
+
+
+def test_a_first_loss_that_half_precision_spoils_is_precision_where_fp32_repeats_itself():
+    own, fp32 = run("own", [1.5 * x for x in FALLING]), run("fp32", FALLING)
+    assert verdict(own, fp32).wanted == "jittered"
+    near = run("jittered", [FALLING[0], *(1.001 * x for x in FALLING[1:])])
+    assert verdict(own, fp32, near).blame == "precision"
+
+
+def test_the_same_first_loss_with_another_gradient_is_looked_into_where_no_data_was_seen():
+    unseen = {"data": lambda k: (0.0, 0.0, 0.0)}
+    own, fp32 = (run(s, FALLING, layers=lambda k, n=n: {"a": n}, **unseen) for s, n in (("own", 1.5), ("fp32", 1.0)))
+    assert verdict(own, fp32).wanted == "jittered"
+    again = run("jittered", FALLING, layers=lambda k: {"a": 1.2}, **unseen)
+    assert "not the same twice" in verdict(own, fp32, again).words
 
 
 def test_inputs_cast_to_half_are_the_same_data():
@@ -244,6 +331,16 @@ def test_a_number_of_the_script_is_judged_by_the_tolerance_given(tolerance, shar
     assert verdict(own, fp32, metric="accuracy", tolerance=tolerance, share=share).blame == blame
 
 
+@pytest.mark.parametrize(
+    ("better", "blame"), [(None, "precision"), ("higher", "not precision"), ("lower", "precision")]
+)
+def test_which_way_a_number_is_better_can_be_said(better, blame):
+    own, fp32 = run("own", FALLING, metrics={"val": [0.9]}), run("fp32", FALLING, metrics={"val": [0.5]})
+    found = verdict(own, fp32, run("jittered", FALLING, metrics={"val": [0.5]}), metric="val", better=better)
+    assert found.blame == blame
+    assert ("any difference counts" in found.words) == (better is None)
+
+
 def test_a_number_that_was_not_found_is_asked_for():
     found = verdict(run("own", FALLING), run("fp32", FALLING, metrics={"accuracy": [0.9]}), metric="accuracy")
     assert found.blame == "unknown"
@@ -258,6 +355,8 @@ def test_a_number_that_was_not_found_is_asked_for():
         ("ACC nan, acc inf, acc -2", [math.nan, math.inf, -2.0]),
         ("accuracy: 0.9 my.acc: 0.1", []),
         ("acc .5", [0.5]),
+        ("acc: 1,200\nacc: 12,345.5, acc=1,200,000", [1200.0, 12345.5, 1200000.0]),
+        ("acc: 3,2000 acc: 1,2", [3.0, 1.0]),
     ],
 )
 def test_numbers_of_an_output(text, found):

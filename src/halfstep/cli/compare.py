@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from halfstep import launch
@@ -21,14 +22,14 @@ scale mishandled, whether that explains it (FP32 with the scaler left on).
 
   halfstep compare --updates 200 train.py             the first 200 attempted updates of each
   halfstep compare train.py --epochs 3                options after the script are the script's
-  halfstep compare --metric val_acc --tolerance 0.01 train.py
+  halfstep compare --metric val_acc --better higher --tolerance 0.01 train.py
                                                       judged by a number that the script prints ("val_acc: 0.91") or
                                                       gives to manager.log; fixed before anything runs
   halfstep compare --json both.json --html both.html train.py
 
 What the script prints goes to files (--keep DIR keeps them), never among the report, which goes to stdout; progress to
 stderr. Every run writes what the script writes, the later over the earlier, unless the script asks the environment
-variable HALFSTEP_COMPARE, which says "own", "fp32", "scaled" or "jittered".
+variable HALFSTEP_COMPARE, which says "own", "fp32", "scaled" or "jittered". Standard input is empty in all of them.
 
 exit status: 0 precision is not to blame; 3 it is; 4 it cannot be said; 2 for a wrong use; 130 after Ctrl-C, which ends
 all runs and compares what was reached."""
@@ -39,6 +40,7 @@ all runs and compares what was reached."""
         parser.add_argument(
             "--metric",
             metavar="NAME",
+            type=_name,
             default="loss",
             help="what is judged: loss (the default), grad_norm, or a number the script prints or logs",
         )
@@ -49,7 +51,13 @@ all runs and compares what was reached."""
             help="how far apart the two may end: 0.01, or 2%% of FP32's value (default: 2%%; for the loss also 2%% of "
             "what FP32 gained and the batches' own noise, whichever is most)",
         )
-        parser.add_argument("--seed", metavar="S", type=int, default=0, help="of both runs, before the script's (0)")
+        parser.add_argument(
+            "--better",
+            choices=("higher", "lower"),
+            help="which way the number is better: FP32's must be for precision to be to blame (the loss: lower; any "
+            "other, unless it is said: every difference counts)",
+        )
+        parser.add_argument("--seed", metavar="S", type=_seed, default=0, help="of both runs, before the script's (0)")
         parser.add_argument("--together", action="store_true", help="run the two at once, not one after the other")
         parser.add_argument("--keep", metavar="DIR", type=Path, help="keep what the runs printed and told")
         parser.add_argument("--json", metavar="FILE", type=Path, help="write the comparison as JSON")
@@ -73,15 +81,30 @@ all runs and compares what was reached."""
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
+    if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of updates (1 or more)")
-    return number
+    return int(text)
+
+
+def _seed(text: str) -> int:
+    """What torch, random and NumPy all take."""
+    if not text.strip().isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is no seed (0 to 2^32-1)")
+    return int(text)
+
+
+def _name(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("a number needs a name: loss, grad_norm, or what the script prints or logs")
+    return text.strip()
 
 
 def _tolerance(text: str) -> tuple[float, bool]:
     """(number, whether it is a share of FP32's value)."""
-    number = float(text.removesuffix("%"))
-    if not number >= 0.0:
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        number = math.nan
+    if not 0.0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is no distance (0.01, or 2%)")
     return (number / 100.0, True) if text.endswith("%") else (number, False)

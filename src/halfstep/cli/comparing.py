@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
+import os
 import signal
 import sys
 import tempfile
@@ -42,7 +44,10 @@ def compare(args: argparse.Namespace) -> int:
     """Run, judge, report; the exit status."""
     try:
         _refuse(args.target)
-        criterion = Criterion(args.metric, *(args.tolerance or (None, False)))
+        for path in (args.json, args.html):
+            _refuse_file(path)
+        tolerance, share = args.tolerance or (None, False)
+        criterion = Criterion(args.metric, tolerance, share, args.better)
         if args.keep is not None:
             args.keep.mkdir(parents=True, exist_ok=True)
     except (PolicyError, OSError) as error:  # python's top level, which sees what a script raises, is not for ours
@@ -62,6 +67,37 @@ def _refuse(target: Target) -> None:
             "compare was started by a launcher, as one of several processes: it starts its own two",
             "halfstep compare SCRIPT, without the launcher",
         )
+
+    if target.kind == "script":
+        path = Path(target.value)
+        if not path.exists():
+            raise PolicyError(f"there is no file {target.value}", "name the script that trains")
+        if path.is_dir() and not (path / "__main__.py").exists():
+            raise PolicyError(f"the folder {target.value} has no __main__.py", "name the script that trains")
+    if target.kind == "module" and not _is_there(target.value.partition(".")[0]):
+        raise PolicyError(f"there is no module {target.value}", "name one that python -m finds from this folder")
+
+
+def _is_there(name: str) -> bool:
+    """Whether python finds a module of this name, here first; nothing is imported."""
+    if not name or name in sys.builtin_module_names:
+        return bool(name)
+    path = [os.getcwd(), *sys.path]
+    if importlib.machinery.PathFinder.find_spec(name, path) is not None:
+        return True
+    finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))
+    return any(finder.find_spec(name, None) is not None for finder in finders)
+
+
+def _refuse_file(path: Path | None) -> None:
+    """Before hours of runs: what cannot be written at their end."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise PolicyError(f"{path} is a folder, and a report is one file", f"name a file, {path / 'compare'} say")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PolicyError(f"{path} cannot be written", "name a file in a folder that may be written to")
 
 
 def _compare(args: argparse.Namespace, criterion: Criterion, folder: Path) -> int:

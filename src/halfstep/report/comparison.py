@@ -45,7 +45,7 @@ def lines(doc: Mapping[str, Any]) -> list[str]:
     out = []
     criterion, parted = doc["criterion"], doc["parted"]
     if "own" in criterion:
-        metric = criterion["metric"].replace("grad_norm", "gradient norm")
+        metric = criterion["metric"].replace("grad_norm", "gradient norm") + _of(criterion)
         over = f"mean of the last {criterion['updates']} updates" if criterion["updates"] > 1 else "the last value"
         both = math.isfinite(criterion["own"]) and math.isfinite(criterion["fp32"])
         allowed = f"; allowed {shown(criterion['allowed'])} ({criterion['how']})" if both else ""
@@ -53,6 +53,7 @@ def lines(doc: Mapping[str, Any]) -> list[str]:
         out.append(f"criterion: {metric}, {over}: {ends}{allowed}")
     if parted is not None:
         what = "the loss" if parted["what"] == "loss" else f"the gradient norm of {parted['layer'] or 'the model'!r}"
+        what += _of(parted)
         explained = "" if math.isnan(parted["allowed"]) else f"; rounding explains {shown(parted['allowed'])}"
         out.append(
             f"they part at update {parted['update']}: {what} is {shown(parted['own'])} as it is, "
@@ -73,6 +74,11 @@ def lines(doc: Mapping[str, Any]) -> list[str]:
     return out
 
 
+def _of(part: Mapping[str, Any]) -> str:
+    """Whose it is, where a script has several optimizers."""
+    return "" if part.get("optimizer") is None else f" of optimizer {part['optimizer']}"
+
+
 def _ran(run: Mapping[str, Any]) -> str:
     parts = [f"{run['attempted']:,} attempted updates, {run['applied']:,} applied"]
     if run["schedule"] is not None:
@@ -84,7 +90,8 @@ def _ran(run: Mapping[str, Any]) -> str:
     if run["seconds"] is not None:
         parts.append(f"{run['seconds']:.0f} s")
     if run["raised"] is not None:
-        parts.append(f"ended by {run['raised']['type']} at {run['raised']['at']}")
+        at = f" at {run['raised']['at']}" if run["raised"]["at"] else ""
+        parts.append(f"ended by {run['raised']['type']}{at}")
     elif run["seconds"] is None:
         parts.append("cut short" if run["attempted"] else "not reached")
     elif run["exit"]:

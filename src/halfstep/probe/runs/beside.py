@@ -15,6 +15,7 @@ from halfstep.probe.runs.verdict import Comparison
 _ROWS = 2000  # updates in the document
 _LAYERS = 64  # of one update
 _MOMENTS = 12  # updates whose layers are told
+_PARTED = ("update", "micro", "what", "layer", "own", "fp32", "allowed")
 
 
 def document(comparison: Comparison, command: str, status: int) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def document(comparison: Comparison, command: str, status: int) -> dict[str, Any
             "metric": criterion.metric,
             "tolerance": criterion.tolerance,
             "relative": criterion.share,
+            "better": criterion.way(),
             **(
                 {}
                 if outcome is None
@@ -39,6 +41,7 @@ def document(comparison: Comparison, command: str, status: int) -> dict[str, Any
                     "allowed": outcome.allowed,
                     "how": outcome.how,
                     "updates": outcome.window,
+                    "optimizer": outcome.optimizer if _several(comparison) else None,
                 }
             ),
         },
@@ -46,7 +49,8 @@ def document(comparison: Comparison, command: str, status: int) -> dict[str, Any
         "measure": MEASURE if comparison.jittered is None else MEASURED,
         "parted": None
         if parted is None
-        else {name: getattr(parted, name) for name in ("update", "micro", "what", "layer", "own", "fp32", "allowed")},
+        else {name: getattr(parted, name) for name in _PARTED}
+        | {"optimizer": parted.optimizer if _several(comparison) else None},
         "same": {
             "start": comparison.same.start,
             "data_until": comparison.same.data,
@@ -62,6 +66,10 @@ def document(comparison: Comparison, command: str, status: int) -> dict[str, Any
         "updates": [_pair(pair) for pair in _some(comparison.matched, comparison)],
         "layers": [_layer(layer) for layers in _moments(comparison) for layer in layers[:_LAYERS]],
     }
+
+
+def _several(comparison: Comparison) -> bool:
+    return len({own.optimizer for own, _ in comparison.matched}) > 1
 
 
 def _run(account: Account) -> dict[str, Any]:

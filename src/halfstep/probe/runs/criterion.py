@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Literal
 
 from halfstep.probe.runs.pair import Account
 from halfstep.probe.runs.parting import Pair
@@ -19,11 +20,25 @@ _NOISE = 2.0  # standard errors of the difference, from batch to batch
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """What is judged, how far apart the two may be (None: the default); ``share``: as a share of FP32's value."""
+    """What is judged, how far apart the two may be (None: the default); ``share``: as a share of FP32's value.
+
+    ``better``: which way is better; None: "lower" for the loss; of any other number every difference counts.
+    """
 
     metric: str = "loss"
     tolerance: float | None = None
     share: bool = False
+    better: Literal["higher", "lower"] | None = None
+
+    def way(self) -> Literal["higher", "lower"] | None:
+        return self.better or ("lower" if self.metric == "loss" else None)
+
+    def is_better(self, one: float, other: float) -> bool:
+        """Whether a number is better than another, finite before anything else; where no way is known, whether it is
+        merely another."""
+        if not math.isfinite(one) or not math.isfinite(other):
+            return math.isfinite(one)
+        return one != other if self.way() is None else one < other if self.way() == "lower" else one > other
 
     @property
     def of_updates(self) -> bool:
@@ -34,7 +49,7 @@ class Criterion:
 class Outcome:
     """The criterion at the end of the updates both came to: means over the last ``window`` of them, for a logged number
     its last value. ``first``: FP32's first; ``allowed``: the tolerance in force, ``how`` it came.
-    ``curve``: (as it is, FP32), update by update, of the ``optimizer`` that makes most of them."""
+    ``curve``: (as it is, FP32), update by update, of the ``optimizer``."""
 
     own: float
     fp32: float
@@ -61,8 +76,18 @@ class Outcome:
         return math.isfinite(self.own) != math.isfinite(self.fp32)
 
 
-def outcome_of(criterion: Criterion, own: Account, fp32: Account, matched: Sequence[Pair]) -> Outcome | None:
-    """The criterion at the end of what two runs have in common; None where it was not seen in both."""
+def optimizers(matched: Sequence[Pair]) -> list[int]:
+    """Those that made updates, by how many: each is judged by its own curve."""
+    return [ident for ident, _ in Counter(point.optimizer for point, _ in matched).most_common()]
+
+
+def outcome_of(
+    criterion: Criterion, own: Account, fp32: Account, matched: Sequence[Pair], optimizer: int | None = None
+) -> Outcome | None:
+    """The criterion at the end of what two runs have in common; None where it was not seen in both.
+
+    ``optimizer``: whose updates are looked at (None: of that which makes most).
+    """
     if not criterion.of_updates:
         ours, theirs = own.metrics.get(criterion.metric), fp32.metrics.get(criterion.metric)
         if not ours or not theirs:
@@ -71,9 +96,7 @@ def outcome_of(criterion: Criterion, own: Account, fp32: Account, matched: Seque
         a, b = ours[count - 1], theirs[count - 1]
         allowed, how = _given(criterion, b) or (_SHARE * abs(b), "2 % of FP32's value")
         return Outcome(a, b, theirs[0], allowed, how, 1)
-    # An optimizer's own curve: of a script with several, the one that makes most updates.
-    counts = Counter(point.optimizer for point, _ in matched)
-    main = max(counts, key=lambda ident: counts[ident], default=None)
+    main = optimizer if optimizer is not None else next(iter(optimizers(matched)), None)
     field = "loss" if criterion.metric == "loss" else "norm"
     both = [(getattr(a, field), getattr(b, field)) for a, b in matched if a.optimizer == main]
     both = [(a, b) for a, b in both if a is not None and b is not None]

@@ -195,10 +195,15 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def numbers(name: str, text: str) -> list[float]:
-    """The numbers that a text gives for a name, in order: "acc: 0.91", "acc=91.2%" (0.912), '"acc": 0.91'."""
-    value = r"([-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)\b)\s*(%?)"
+    """The numbers that a text gives for a name: "acc: 0.91", "acc=91.2%" (0.912), '"acc": 0.91', "steps: 1,200"."""
+    thousands = r"[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?!\d)"
+    plain = r"\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?"
+    value = rf"([-+]?(?:{thousands}|{plain})\b)\s*(%?)"
     pattern = rf"(?<![\w.]){re.escape(name)}[\"']?\s*[:=]?\s*{value}"
-    return [float(n) / (100.0 if percent else 1.0) for n, percent in re.findall(pattern, text, re.IGNORECASE)]
+    return [
+        float(n.replace(",", "")) / (100.0 if percent else 1.0)
+        for n, percent in re.findall(pattern, text, re.IGNORECASE)
+    ]
 
 
 def tail(path: Path | None, size: int | None = 2000) -> str:

@@ -13,6 +13,7 @@ furthest that it has been from FP32 so far, three times, is then what rounding e
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -20,10 +21,10 @@ from statistics import median
 from halfstep.probe.runs.pair import Account, Point
 
 TOLERANCES: Mapping[str, float] = {"float16": 5e-3, "bfloat16": 3e-2, "float32": 1e-5}
-MEASURE = "τ·√k of the loss, or of a layer's gradient norm, at update k; τ is 5e-3 in FP16, 3e-2 in BF16 (law 7)"
+MEASURE = "τ·√k of the loss, or of a layer's gradient norm, at update k; τ is 5e-3 in FP16, 3e-2 in BF16"
 MEASURED = (
     "of the loss, three times as far as FP32 went from itself with random errors of τ in every gradient, at least τ; "
-    "of a layer's gradient norm τ·√k at update k; τ is 5e-3 in FP16, 3e-2 in BF16 (law 7)"
+    "of a layer's gradient norm τ·√k at update k; τ is 5e-3 in FP16, 3e-2 in BF16"
 )
 SURE = 3.0
 """How many times further than by random errors of the same size a run must be for these not to explain it."""
@@ -45,6 +46,7 @@ class Parting:
     fp32: float
     allowed: float
     layer: str | None = None
+    optimizer: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +109,14 @@ def _alike(one: tuple[float, float, float], other: tuple[float, float, float]) -
 def parting(matched: Sequence[Pair], dtype: str, jittered: Sequence[Pair] = ()) -> Parting | None:
     """The first update at which the losses or a layer's gradient are apart beyond what rounding explains.
 
+    Each optimizer is measured by its own losses and gradients: another's may be of any other size.
     ``jittered``: the updates of a run with random errors and of FP32.
     """
-    found = [p for p in (_of_loss(matched, dtype, jittered), _of_layers(matched, dtype)) if p is not None]
-    return min(found, key=lambda p: p.micro, default=None)
+    found = []
+    for optimizer in dict.fromkeys(own.optimizer for own, _ in matched):
+        of_it = [pair for pair in matched if pair[0].optimizer == optimizer]
+        found += [_of_loss(of_it, dtype, jittered), _of_layers(of_it, dtype)]
+    return min((p for p in found if p is not None), key=lambda p: p.micro, default=None)
 
 
 def _of_loss(matched: Sequence[Pair], dtype: str, jittered: Sequence[Pair]) -> Parting | None:
@@ -119,7 +125,8 @@ def _of_loss(matched: Sequence[Pair], dtype: str, jittered: Sequence[Pair]) -> P
     ratios = [_ratio(own.loss or 0.0, fp32.loss or 0.0, e) for (own, fp32), e in zip(seen, explained, strict=True)]
     for at, (own, fp32) in enumerate(seen):
         if ratios[at] > 1.0 and median(ratios[at : at + _AHEAD]) > 1.0:
-            return Parting(own.attempted, own.micro, "loss", own.loss or 0.0, fp32.loss or 0.0, explained[at])
+            a, b = own.loss or 0.0, fp32.loss or 0.0
+            return Parting(own.attempted, own.micro, "loss", a, b, explained[at], optimizer=own.optimizer)
     return None
 
 
@@ -151,9 +158,11 @@ def _ratio(own: float, fp32: float, explained: float) -> float:
 
 def beside(matched: Sequence[Pair], dtype: str) -> Iterator[list[LayerBeside]]:
     """For each sampled update, its layers, those furthest apart first."""
-    for number, (own, fp32) in enumerate(matched, 1):
+    numbers: Counter[int] = Counter()
+    for own, fp32 in matched:
+        numbers[own.optimizer] += 1
         finite = [n for n in fp32.layers.values() if math.isfinite(n)]
-        total, explained = math.hypot(*finite), TOLERANCES[dtype] * math.sqrt(number)
+        total, explained = math.hypot(*finite), TOLERANCES[dtype] * math.sqrt(numbers[own.optimizer])
         layers = []
         for name in own.layers.keys() & fp32.layers.keys():
             a, b = own.layers[name], fp32.layers[name]
@@ -170,7 +179,8 @@ def _of_layers(matched: Sequence[Pair], dtype: str) -> Parting | None:
             later = [_of(name, worst.layer) for _, name in sampled[at : at + _AHEAD]]
             if worst.excess > 1.0 and median(later) > 1.0:
                 allowed = abs(worst.own - worst.fp32) / worst.excess if math.isfinite(worst.excess) else math.nan
-                return Parting(own.attempted, fp32.micro, "layer", worst.own, worst.fp32, allowed, worst.layer)
+                a, b = worst.own, worst.fp32
+                return Parting(own.attempted, fp32.micro, "layer", a, b, allowed, worst.layer, own.optimizer)
     return None
 
 

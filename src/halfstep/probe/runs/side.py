@@ -104,6 +104,8 @@ class Side:
             frames = traceback.extract_tb(exc.__traceback__)
             users = [f for f in frames if not any(place in f.filename for place in _FOREIGN)]
             at = "".join(f"{f.filename}:{f.lineno}" for f in (users or frames)[-1:])
+            if isinstance(exc, SyntaxError) and exc.filename:
+                at = f"{exc.filename}:{exc.lineno}"
             self._teller.tell("raised", type=type(exc).__name__, message=str(exc)[:500], at=at)
 
     def finish(self, code: int | None, by: str) -> int | None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
-from typing import Literal
 
 from halfstep.checks.rules import RULES
-from halfstep.probe.runs.criterion import Criterion, Outcome, number, outcome_of
+from halfstep.probe.runs.case import Blame, Case, attempted
+from halfstep.probe.runs.criterion import Criterion, Outcome, number, optimizers, outcome_of
+from halfstep.probe.runs.doubt import doubt, first_apart
+from halfstep.probe.runs.notes import notes_of
 from halfstep.probe.runs.pair import Account
 from halfstep.probe.runs.parting import SURE, Pair, Parting, Sameness, pairs, parting, precision, sameness
 
-Blame = Literal["precision", "not precision", "unknown"]
 _WORSE = 1.05  # times its first loss: a run that ends there has failed
 _HALVINGS = 24  # of a scale, in which any can settle
 _SINCE = 10  # updates after it that tell something
@@ -27,6 +28,9 @@ HANDLING = frozenset(RULES["Loss scaling and call order"]) - {
     "nonfinite-update-applied",
     "scaler-without-fp16",
 }
+_TOLD = 4  # optimizers whose acquittal is told
+_INTERRUPTED = (130, 143, -2, -15)
+_ZERO = 3  # sampled updates in a row
 _SPIKES = 5  # updates whose median no spike moves
 _NOISY = 3.0  # and so many times as much above it as the loss usually moves from one update to the next
 
@@ -62,16 +66,28 @@ def judge(
     """Set two runs side by side, and further ones where they were made, and say whether precision is to blame."""
     matched, dtype = pairs(own, fp32), precision(own)
     beside = [] if jittered is None else pairs(jittered, fp32)
+    first = beside or ([] if scaled is None else pairs(scaled, fp32))
+    reached = None if jittered is None else attempted(jittered)
     if len(beside) < len(matched):
         jittered, beside = None, []  # it did not come as far
     same = sameness(matched, own.half_parameters > 0)
     parted = parting(matched, dtype, beside)
-    case = _Case(criterion, own, fp32, matched, dtype, same, parted, outcome_of(criterion, own, fp32, matched))
-    if scaled is not None:
-        case.scaled = outcome_of(criterion, own, scaled, pairs(own, scaled))
-    if jittered is not None:
-        case.jittered = outcome_of(criterion, jittered, fp32, beside)
-    blame, words = _verdict(case)
+    whole = Case(criterion, own, fp32, matched, dtype, same, parted, reached=reached)
+    whole.repeated = next((pair for pair in first if matched and pair[1] is matched[0][1]), None)
+    each = []
+    for optimizer in optimizers(matched) if criterion.of_updates else [None]:
+        outcome = outcome_of(criterion, own, fp32, matched, optimizer)
+        if outcome is None and matched and criterion.of_updates:
+            continue
+        case = replace(whole, outcome=outcome)
+        if scaled is not None:
+            case.scaled = outcome_of(criterion, own, scaled, pairs(own, scaled), optimizer)
+        if jittered is not None:
+            case.jittered = outcome_of(criterion, jittered, fp32, beside, optimizer)
+        each.append(case)
+    for case in each:
+        case.several = len(each) > 1
+    blame, words, case = _verdict(each or [whole])
     if not case.comparable:
         parted = None
     return Comparison(
@@ -85,7 +101,7 @@ def judge(
         case.outcome,
         blame,
         words,
-        notes=tuple(_notes(own, fp32, same, parted)),
+        notes=tuple(notes_of(own, fp32, same, parted)),
         comparable=case.comparable,
         scaled=scaled,
         jittered=jittered,
@@ -93,38 +109,41 @@ def judge(
     )
 
 
-@dataclass(slots=True)
-class _Case:
-    """All that the verdict rests on. ``scaled``: the script as it is beside FP32 with its scalers left on."""
-
-    criterion: Criterion
-    own: Account
-    fp32: Account
-    matched: Sequence[Pair]
-    dtype: str
-    same: Sameness
-    parted: Parting | None
-    outcome: Outcome | None
-    scaled: Outcome | None = None
-    jittered: Outcome | None = None
-    wanted: str | None = None
-    comparable: bool = True
-
-
 # -- the verdict ---------------------------------------------------------------------------------------------------
 
 
-def _verdict(case: _Case) -> tuple[Blame, str]:
-    doubt = _doubt(case)
-    if doubt is not None:
-        return "unknown", doubt
-    outcome, own, fp32 = case.outcome, case.own, case.fp32
+def _verdict(each: Sequence[Case]) -> tuple[Blame, str, Case]:
+    """Of the whole script: the case of the optimizer that decides it is told; ``each``: that of most updates first."""
+    case = each[0]
+    why = doubt(case)
+    if why is not None:
+        return "unknown", why, case
+    own = case.own
     if not own.points and own.raised is not None:
-        error = f"{own.raised['type']} at {own.raised['at']}: {own.raised['message']}"
-        return "precision", f"as it is the script ended by {error}, before any update; FP32 goes on past it"
+        error = f"{_ended(own)}: {own.raised['message']}"
+        return "precision", f"as it is the script ended by {error}, before any update; FP32 goes on past it", case
+    if case.dtype != "float32":
+        why = first_apart(case)
+        if why is not None:
+            case.comparable = False
+            return "unknown", why, case
+    told = [(*_of_one(one), one) for one in each]
+    found = [one for one in told if one[0] == "precision"]
+    if found:  # the surest: that which no further run could undo
+        return min(found, key=lambda one: one[2].wanted is not None)
+    found = [one for one in told if one[0] == "unknown"]
+    if found:  # the least settled: a further run may tell
+        return min(found, key=lambda one: one[2].wanted is None)
+    rest = "".join(f". {words[:1].upper()}{words[1:]}" for _, words, _ in told[1:_TOLD])
+    more = f". So it is with {len(told) - _TOLD} more" if len(told) > _TOLD else ""
+    return "not precision", f"{told[0][1]}{rest}{more}", case
+
+
+def _of_one(case: Case) -> tuple[Blame, str]:
+    """Of one optimizer, or of a number that the script gave."""
+    outcome, own, fp32 = case.outcome, case.own, case.fp32
     assert outcome is not None
-    name = case.criterion.metric.replace("grad_norm", "gradient norm")
-    ends = f"{name} {number(outcome.own)} as it is, {number(outcome.fp32)} in FP32"
+    ends = case.ends()
     if case.dtype == "float32":
         if outcome.apart:
             return "unknown", (
@@ -132,7 +151,8 @@ def _verdict(case: _Case) -> tuple[Blame, str]:
                 "draws or computes is not the same twice"
             )
         return "not precision", f"nothing in the script was seen to compute in half precision: both are FP32 ({ends})"
-    if fp32.halves and not (outcome.apart and _is_better(outcome.fp32, outcome.own)):
+    better = outcome.apart and case.criterion.is_better(outcome.fp32, outcome.own)
+    if fp32.halves and not better:
         return "unknown", (
             f"FP32 is no better ({ends}), but it was not FP32 throughout: {', '.join(fp32.halves)} was still seen in "
             "it. Make the script's half precision an option, and compare with that off"
@@ -140,23 +160,79 @@ def _verdict(case: _Case) -> tuple[Blame, str]:
     failed = _failed(case, outcome)
     if failed is not None:
         return "not precision", f"FP32 fails too ({ends}): {failed}"
-    end = None if own.raised is None else f"{own.raised['type']} at {own.raised['at']}"
+    end = None if own.raised is None else _ended(own)
     if end is not None and fp32.raised is None and len(fp32.points) > len(own.points):
         return "precision", (
             f"as it is the script ended by {end}, after {len(own.points)} updates; with the same data FP32 goes on "
             f"past it ({ends})"
         )
+    other = _stopped(case, ends)
+    if other is None and not better:
+        other = _starved(case, outcome, ends)
+    if other is not None:
+        return other
     if not outcome.apart:
         if end is not None:
             return "unknown", f"the script as it is ended by {end}; up to there FP32 does the same ({ends})"
         on_the_way = "" if case.parted is None else f", though they part on the way, at update {case.parted.update}"
         return "not precision", f"FP32 does the same within {number(outcome.allowed)}{on_the_way} ({ends})"
-    if case.criterion.metric == "loss" and not _is_better(outcome.fp32, outcome.own):
+    if not better:
         return "not precision", f"FP32 is no better: {ends}"
     return _decided(case, outcome, ends)
 
 
-def _decided(case: _Case, outcome: Outcome, ends: str) -> tuple[Blame, str]:
+def _ended(account: Account) -> str:
+    raised = account.raised or {}
+    return f"{raised['type']} at {raised['at']}" if raised["at"] else f"{raised['type']}"
+
+
+def _stopped(case: Case, ends: str) -> tuple[Blame, str] | None:
+    """Whether the script as it is made fewer updates of the same data, by itself: a guard of its own, say, that breaks
+    off or passes over what is not finite. None where it is not so."""
+    own, fp32, metric = case.own, case.fp32, case.criterion.metric
+    made, more = attempted(own), attempted(fp32)
+    if made >= more or any(a.end is None or a.raised is not None or a.status in _INTERRUPTED for a in (own, fp32)):
+        return None
+    if not case.criterion.of_updates and len(own.metrics[metric]) >= len(fp32.metrics[metric]):
+        return None  # the number that is judged was given at all its times
+    status = f" with exit status {own.status}" if own.status else ""
+    words = f"as it is the script stopped{status} after {made} of the {more} updates that FP32 makes ({ends})"
+    if fp32.status:
+        return "unknown", f"{words}, which ends with exit status {fp32.status} too"
+    if case.reached is None:
+        case.wanted = "jittered"
+        return "unknown", f"{words}: look for what stops or skips in the script, a check of the loss, say"
+    if SURE * abs(more - case.reached) < more - made:
+        return "precision", (
+            f"{words}. It is not chance: FP32 with random errors as large as rounding's in every gradient makes "
+            f"{case.reached}. Look for what stops or skips in the script, a check for what is not finite, say"
+        )
+    return "unknown", f"{words}, but FP32 with random errors makes other numbers of them too, {case.reached}"
+
+
+def _starved(case: Case, outcome: Outcome, ends: str) -> tuple[Blame, str] | None:
+    """Whether the optimizer's whole gradient stays zero as it is, and not in FP32; None where it does not.
+
+    Its loss then tells little where others train beside it, against it even.
+    """
+    if not case.criterion.of_updates:
+        return None
+    of_it = [pair for pair in case.matched if pair[0].optimizer == outcome.optimizer]
+    norms = [(a.attempted, math.hypot(*a.layers.values()), math.hypot(*b.layers.values())) for a, b in of_it
+             if a.layers and b.layers]  # fmt: skip
+    lost = list(itertools.takewhile(lambda row: row[1] == 0.0 < row[2], reversed(norms)))
+    if len(lost) < _ZERO or 2 * len(lost) < len(norms) or (outcome.apart and not case.several):
+        return None
+    since, _, fp32 = lost[-1]
+    whose = f"optimizer {outcome.optimizer}" if case.several else "the optimizer"
+    words = (
+        f"{whose} gets no gradient from update {since} on as it is, its norm is 0; in FP32 it is {number(fp32)} there "
+        f"({ends})"
+    )
+    return ("precision" if case.several and 4 * len(lost) >= 3 * len(norms) else "unknown"), words
+
+
+def _decided(case: Case, outcome: Outcome, ends: str) -> tuple[Blame, str]:
     """FP32 ends better: is it precision, or chance?"""
     if case.same.random is not None and (case.parted is None or case.same.random <= case.parted.update):
         return "unknown", (
@@ -166,7 +242,8 @@ def _decided(case: _Case, outcome: Outcome, ends: str) -> tuple[Blame, str]:
     other = _settling(case, outcome, ends) or _mishandled(case, ends)
     if other is not None:
         return other
-    how = "does better" if case.criterion.metric == "loss" else "ends elsewhere"
+    way = case.criterion.way()
+    how = "does better" if way else "ends elsewhere, and without --better any difference counts"
     jittered = case.jittered
     if jittered is None:
         case.wanted = "jittered"
@@ -186,7 +263,7 @@ def _decided(case: _Case, outcome: Outcome, ends: str) -> tuple[Blame, str]:
     )
 
 
-def _settling(case: _Case, outcome: Outcome, ends: str) -> tuple[Blame, str] | None:
+def _settling(case: Case, outcome: Outcome, ends: str) -> tuple[Blame, str] | None:
     """Whether all that is lost are updates skipped while the loss scale settled; None where it is not.
 
     Then the script as it is stands where FP32 stood so many updates before.
@@ -211,7 +288,7 @@ def _settling(case: _Case, outcome: Outcome, ends: str) -> tuple[Blame, str] | N
     )
 
 
-def _mishandled(case: _Case, ends: str) -> tuple[Blame, str] | None:
+def _mishandled(case: Case, ends: str) -> tuple[Blame, str] | None:
     """Whether FP32 is better only because it does without the loss scale; None where that is not so."""
     named = [
         f"{finding['rule']} at {finding['at']['file'].rpartition('/')[2]}:{finding['at']['line']}"
@@ -235,58 +312,7 @@ def _mishandled(case: _Case, ends: str) -> tuple[Blame, str] | None:
     )
 
 
-def _doubt(case: _Case) -> str | None:
-    """Why nothing can be said."""
-    criterion, own, fp32, matched, same = case.criterion, case.own, case.fp32, case.matched, case.same
-    case.comparable = False
-    if fp32.raised is not None and (len(fp32.points) < len(own.points) or not matched):
-        error = f"{fp32.raised['type']}: {fp32.raised['message']}"
-        done = f" after {len(fp32.points)} updates" if fp32.points else ""
-        return f"the FP32 run ended{done} by {error} ({fp32.raised['at']})"
-    if not own.points and own.raised is not None and fp32.raised is None and fp32.points:
-        return None
-    if not own.points and not fp32.points:
-        status = own.status or 0
-        ended = f": it ended by signal {-status}" if status < 0 else f": it ended with exit status {status}"
-        return f"no update was seen in the script's own process{ended if status else ''}"
-    if not fp32.points:
-        return f"as it is the script made {len(own.points)} updates; FP32 was not reached"
-    if not matched:
-        return (
-            "the two runs have no update in common: they make other numbers of backwards an update "
-            f"({_backwards(own)} as it is, {_backwards(fp32)} in FP32)"
-        )
-    if same.start is False:
-        return (
-            "the two runs began with other parameters: does the script load what it saved, or draw them from a source "
-            "that --seed does not reach?"
-        )
-    if same.data == matched[0][0].attempted:
-        return (
-            "the two runs had other data from the first update on: seed what draws or shuffles it in the script "
-            "(torch, random and numpy's global generator are seeded)"
-        )
-    case.comparable = True
-    if same.data is not None and (case.parted is None or same.data <= case.parted.update):
-        return f"the two runs had other data from update {same.data} on, before anything else differs"
-    if case.outcome is None:
-        who = [a.side for a in (own, fp32) if criterion.metric not in a.metrics]
-        if criterion.of_updates:
-            return f"no {criterion.metric} was seen in both runs"
-        places = " or ".join("as it is" if side == "own" else "in FP32" for side in who)
-        return (
-            f'no number "{criterion.metric}" was found {places}: print it as "{criterion.metric}: 0.91", or give it to '
-            "manager.log"
-        )
-    return None
-
-
-def _is_better(one: float, other: float) -> bool:
-    """Of two losses (or gradient norms): smaller, finite before anything else."""
-    return math.isfinite(one) and (not math.isfinite(other) or one < other)
-
-
-def _failed(case: _Case, outcome: Outcome) -> str | None:
+def _failed(case: Case, outcome: Outcome) -> str | None:
     """How FP32 itself failed, and where to look then; None where it did not."""
     if not case.criterion.of_updates:
         return None if math.isfinite(outcome.fp32) else f"its {case.criterion.metric} is {outcome.fp32}"
@@ -298,7 +324,8 @@ def _failed(case: _Case, outcome: Outcome) -> str | None:
         moves = [abs(b - a) for (_, a), (_, b) in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
         noise = max((_WORSE - 1.0) * abs(first), _NOISY * median(moves or [0.0]))
         ends = median(loss for _, loss in losses[-max(_SPIKES, outcome.window) :])
-        if case.criterion.metric != "loss" or not ends - first > noise:
+        # Of several optimizers one may train against another: what one loss gains the other loses.
+        if case.criterion.metric != "loss" or case.several or not ends - first > noise:
             return None
     before = itertools.takewhile(lambda row: math.isfinite(row[1]), losses)
     grown = next((n for n, loss in before if loss > 2.0 * _WORSE * abs(first)), None)
@@ -311,33 +338,3 @@ def _failed(case: _Case, outcome: Outcome) -> str | None:
         f"its loss goes from {number(first)} to {number(ends)}, more than twice that from update {grown} on. Look at "
         "what both runs share: the learning rate first, then data and initialisation"
     )
-
-
-def _backwards(account: Account) -> str:
-    last = account.points[-1] if account.points else None
-    return "none" if last is None else f"{last.micro / last.attempted:.3g}"
-
-
-# -- notes ---------------------------------------------------------------------------------------------------------
-
-
-def _notes(own: Account, fp32: Account, same: Sameness, parted: Parting | None) -> list[str]:
-    """What was seen beside, worth a line each."""
-    notes = []
-    skipped = [p.attempted for p in own.points if p.outcome == "skipped"]
-    if skipped:
-        when = f"update {skipped[0]}" if len(skipped) == 1 else f"updates {skipped[0]} to {skipped[-1]}"
-        others = sum(p.outcome == "skipped" for p in fp32.points) or "none"
-        notes.append(f"as it is {len(skipped)} of {len(own.points)} updates were skipped ({when}), {others} in FP32")
-    if same.data is not None and parted is not None and same.data > parted.update:
-        notes.append(f"from update {same.data} on the data differ: they follow from what came before")
-    if same.random is not None and (parted is None or same.random > parted.update):
-        notes.append(f"from update {same.random} on they drew other random numbers")
-    left = ", ".join(fp32.halves)
-    if left:
-        some = f", {fp32.half_parameters} parameter tensors" if fp32.half_parameters else ""
-        notes.append(f"not all of the FP32 run was FP32: {left} was still seen in it{some}")
-    if fp32.end is not None and fp32.end.get("undone"):
-        undone = ", ".join(f"{count:,} {what}" for what, count in sorted(fp32.end["undone"].items()) if count)
-        notes.append(f"undone for FP32: {undone}")
-    return notes
