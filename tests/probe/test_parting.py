@@ -277,6 +277,11 @@ def test_a_first_loss_that_half_precision_spoils_is_precision_where_fp32_repeats
     assert verdict(own, fp32).wanted == "jittered"
     near = run("jittered", [FALLING[0], *(1.001 * x for x in FALLING[1:])])
     assert verdict(own, fp32, near).blame == "precision"
+    better = run("own", [0.5 * x for x in FALLING])
+    assert verdict(better, fp32).wanted == "jittered"
+    assert verdict(better, fp32, near).blame == "not precision"
+    own.points, fp32.points = own.points[4:], fp32.points[4:]  # in common only later updates: trained by then
+    assert "first update" not in verdict(own, fp32).words
 
 
 def test_the_same_first_loss_with_another_gradient_is_looked_into_where_no_data_was_seen():

@@ -69,6 +69,8 @@ def first_apart(case: Case) -> str | None:
     """
     own, fp32 = case.matched[0]
     tau = TOLERANCES[case.dtype]
+    if own.attempted != 1 or fp32.attempted != 1:
+        return None  # what they have in common begins after some training
     if case.repeated is not None:
         again, once = case.repeated
         if _far(again.loss, once.loss, _REPEATS) or _far(_total(again), _total(once), 10.0 * _REPEATS):
