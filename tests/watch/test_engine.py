@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,49 @@ def test_a_manager_made_anew_over_the_same_optimizer_loses_its_scale() -> None:
         second.model, second.optimizer, second.scheduler = first.model, first.optimizer, first.scheduler
         second.train(3)
     assert [rule for rule, _ in loud(session)] == ["scaler-recreated"]
+
+
+def flat(manager: MixedPrecisionManager | None, sizes: tuple[int, ...], divisor: float, weigh: bool = False) -> Session:
+    """Groups of four in a flat loop, by the manager or by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    batches = [(torch.randn(n, 5), torch.arange(n) % 3) for n in sizes * 6]
+    with Session() as session:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for number, (x, y) in enumerate(batches, 1):
+            with nullcontext() if manager is None else manager.context():
+                loss = F.cross_entropy(model(x), y) / divisor
+            if manager is None:
+                loss.backward()
+            elif weigh:
+                manager.backward(loss, weight=len(y))
+            else:
+                manager.backward(loss)
+            if number % 4 == 0:
+                if manager is not None:
+                    manager.step(model, optimizer)
+                else:
+                    optimizer.step()
+                    optimizer.zero_grad()
+    return session
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("sizes", "divisor", "rule"),
+    [((2, 9, 4, 3), 4.0, "mean-of-means"), ((3, 3, 3, 3), 1.0, "loss-not-divided"), ((3, 3, 3, 3), 4.0, None)],
+)
+def test_a_flat_loop_without_weights_is_judged_as_one_by_hand(
+    precision: str, sizes: tuple[int, ...], divisor: float, rule: str | None
+) -> None:
+    """Clipped by the manager all along: what it multiplies by is no denominator."""
+    plain = flat(None, sizes, divisor)
+    managed = flat(MixedPrecisionManager(precision=precision, device="cpu", max_norm=0.05), sizes, divisor)
+    found = [(f.rule, f.severity, f.count, f.message) for f in plain.findings]
+    assert [(f.rule, f.severity, f.count, f.message) for f in managed.findings] == found
+    assert [name for name, *_ in found] == [rule] * (rule is not None)
+
+
+@pytest.mark.parametrize("sizes", [(2, 9, 4, 3), (3, 3, 3, 3)])
+def test_a_flat_loop_with_weights_is_right(sizes: tuple[int, ...]) -> None:
+    assert flat(MixedPrecisionManager(precision="bf16", device="cpu"), sizes, 1.0, weigh=True).findings == ()

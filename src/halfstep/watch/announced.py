@@ -121,7 +121,7 @@ class Announced:
         self._gradients.settle()
         stream, at = self._session.stream, self._session.place()
         made = {draft.fields["optimizer"]: draft for draft in self._scalers.attempts}
-        fields: dict[str, Any] = {"at": at}
+        fields: dict[str, Any] = {"at": at, "divided_by": None}  # what it clips by is no part of it
         if isinstance(divisor, torch.Tensor):
             fields["divided_by"] = Late(divisor.clone())
         elif divisor != 1.0:

@@ -14,6 +14,7 @@ import torch
 from halfstep.events import FrozenMoved, Place
 from halfstep.watch.modules import Modules
 from halfstep.watch.patches import Patches
+from halfstep.watch.place import by_engine
 from halfstep.watch.samples import pick
 from halfstep.watch.stream import Late
 
@@ -68,6 +69,8 @@ class Hooked:
             return
         if not tensor.requires_grad or tensor.layout is not torch.strided or hasattr(tensor, "placements"):
             return
+        if by_engine():
+            return  # its hooks only count, or belong to a backward that adds nothing
         hooked = _Hooked(weakref.ref(tensor), self._session.place())
 
         def arrives(grad: torch.Tensor) -> None:

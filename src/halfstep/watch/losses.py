@@ -19,6 +19,7 @@ import torch
 from halfstep.events import Division, LossRead, Place
 from halfstep.watch.look import Operation
 from halfstep.watch.patches import Patches
+from halfstep.watch.place import by_engine
 from halfstep.watch.sources import divides_by_count
 from halfstep.watch.stream import on_host
 from halfstep.weigh.nodes import LOSSES, PRODUCTS, QUOTIENTS, REDUCTIONS, children, constant, name_of, shape_of
@@ -111,6 +112,8 @@ class Losses:
         _keep(self._values, address, sequence)
 
     def _read(self, operation: Operation, how: str) -> None:
+        if by_engine():
+            return  # for its own account, which has every micro-batch
         for tensor in operation.tensors():
             if tensor.dim() or not tensor.is_floating_point():
                 continue

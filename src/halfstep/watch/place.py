@@ -14,6 +14,7 @@ from types import CodeType, FrameType
 from halfstep.events import Place
 
 _OWN = str(Path(__file__).resolve().parents[1])
+_ENGINE = str(Path(_OWN, "engine"))
 _FOREIGN = tuple(
     {
         _OWN,
@@ -85,6 +86,16 @@ def route(frame: FrameType | None = None) -> int:
             mixed = (mixed * 1_000_003 + mark + frame.f_lineno) & 0xFFFF_FFFF_FFFF
         frame = frame.f_back
     return mixed
+
+
+def by_engine() -> bool:
+    """Whether halfstep's own engine made the call that is observed now, not the script."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code):
+        if frame.f_code.co_filename.startswith(_ENGINE):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def made_at(thing: object) -> Place | None:
