@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import gzip
 
 import pytest
 
 from halfstep.cli import NAMES, main, subcommands
 from halfstep.cli.run import Run
 from halfstep.cli.target import add_target, split
+from halfstep.cli.watched import write
 from halfstep.launch import Target
 
 
@@ -55,6 +57,12 @@ def test_options_and_target(line, own, target):
         (["run", "--updates", "few", "x.py"], "few"),
         (["run", "--fail-on", "all", "x.py"], "'never'"),
         (["run", "--upd", "3", "x.py"], "--upd"),
+        (["run", "--json", ".", "x.py"], "'.' is a folder"),
+        (["run", "--html", f"{__file__}/x.html", "x.py"], "is no folder"),
+        (["run", "--record", __file__, "x.py"], "is a file"),
+        (["bench", "--json", "."], "'.' is a folder"),
+        (["bench", "--seconds", "few"], "few is no positive number"),
+        (["report", "here", "--html", "."], "'.' is a folder"),
         (["train.py"], "halfstep run train.py"),
         (["walk"], "no command 'walk'"),
         (["--nope"], "--nope"),
@@ -87,3 +95,29 @@ def test_help_teaches(capsys):
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("halfstep ")
+
+
+def test_an_unknown_rule_is_answered_with_those_that_hold_the_word(capsys):
+    assert main(["explain", "mean"]) == 2
+    assert "did you mean mean-of-means, mean-of-means-across-replicas?" in capsys.readouterr().err
+    assert main(["explain", "mean-off-means"]) == 2
+    assert "did you mean mean-of-means" in capsys.readouterr().err
+
+
+def test_what_explains_a_rule_points_to_no_page_that_is_not_there(capsys):
+    assert main(["explain"]) == 0
+    assert "law " not in capsys.readouterr().out
+
+
+def test_a_file_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path):
+    (tmp_path / "report.json").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write(tmp_path / "report.json", "{}")
+    assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+
+@pytest.mark.parametrize("content", [b"garbage", gzip.compress(b"another file\nof lines\n")])
+def test_a_record_that_is_none_any_more_is_an_error(content, tmp_path, capsys):
+    (tmp_path / "events-rank0.jsonl.gz").write_bytes(content)
+    assert main(["report", str(tmp_path)]) == 1
+    assert "events-rank0.jsonl.gz cannot be read" in capsys.readouterr().err

@@ -140,6 +140,8 @@ def test_what_cannot_be_run_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert row["why_not"] == "not implemented for 'Half'"
     with pytest.raises(PolicyError, match="nowhere"):
         next(bench("nowhere"))
+    assert main(["bench", "--device", "meta"]) == 2
+    assert "nothing is computed there" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["bench", "--seconds", "0"])
     assert "positive" in capsys.readouterr().err

@@ -158,7 +158,8 @@ def test_lost_gradients_are_cured_by_a_higher_scale() -> None:
     def tiny(model: nn.Module, batch: Batch) -> Tensor:
         return loss_of(model, batch) * 1e-6
 
-    found = compared(Net(), tiny, loss_scale=1.0)
+    model = Net()
+    found = compared(model, tiny, loss_scale=1.0)
     assert found.to_blame
     cure = found.cure()
     scale = remedy(cure, "first scale")
@@ -166,9 +167,8 @@ def test_lost_gradients_are_cured_by_a_higher_scale() -> None:
     assert scale.error is not None
     assert scale.error < 5e-3
     assert "stays lost" in remedy(cure, "clipping").seen
-    rate = remedy(
-        found.cure(torch.optim.SGD(found._passes.model.parameters(), lr=1e-3), updates=1), "lower learning rate"
-    ).seen
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rate = remedy(found.cure(optimizer, updates=1), "lower learning rate").seen
     assert "lost to zero" in rate
     assert "too large" not in rate
 

@@ -573,6 +573,12 @@ def test_misuse() -> None:
         manager.preflight(model, adam(model), mean_loss, [])
     with pytest.raises(PolicyError, match="reduction"):
         manager.preflight(model, adam(model), mean_loss, batches, reduction="none")  # type: ignore[arg-type]
+    wrong: list[Any] = [0, -1, 2.5, "two"]
+    for size in wrong:
+        with pytest.raises(PolicyError, match="size="):
+            manager.preflight(model, adam(model), mean_loss, batches, size=size)
+    with pytest.raises(PolicyError, match="cannot be iterated"):
+        manager.preflight(model, adam(model), mean_loss, None)  # type: ignore[arg-type]
     manager.backward(mean_loss(model, batches[0]))
     with pytest.raises(MisuseError, match="1 contribution"):
         manager.preflight(model, adam(model), mean_loss, batches)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from halfstep.cli import outputs
 
 if TYPE_CHECKING:
     from halfstep.probe.bench import Bench as Measured
@@ -29,7 +30,7 @@ has, within a budget of time; slow precisions are measured on small sizes. Ctrl-
         how_long = parser.add_mutually_exclusive_group()
         how_long.add_argument("--seconds", metavar="S", type=_positive, default=40.0, help="the budget (default: 40)")
         how_long.add_argument("--quick", action="store_const", const=10.0, dest="seconds", help="--seconds 10")
-        parser.add_argument("--json", metavar="FILE", type=Path, help="write what was measured as JSON")
+        parser.add_argument("--json", metavar="FILE", type=outputs.file, help="write what was measured as JSON")
 
     def run(self, args: argparse.Namespace) -> int:
         from halfstep.cli.watched import write
@@ -52,9 +53,12 @@ has, within a budget of time; slow precisions are measured on small sizes. Ctrl-
 
 
 def _positive(text: str) -> float:
-    value = float(text)
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
     if not 0.0 < value < float("inf"):
-        raise argparse.ArgumentTypeError("a positive number of seconds")
+        raise argparse.ArgumentTypeError(f"{text} is no positive number of seconds")
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+from collections.abc import Sequence
 
 from halfstep.errors import PolicyError
 
@@ -35,11 +36,17 @@ Explains a rule of the doctor: what it is, how it hurts a run, the fix, a broken
         if text is None and sees(args.rule) is not None:
             text = f"# {args.rule}\n\n{sees(args.rule)}\n"
         if text is None:
-            near = difflib.get_close_matches(args.rule, rules(), n=3)
+            near = _near(args.rule, rules())
             hint = f"did you mean {', '.join(near)}? " if near else ""
             raise PolicyError(f"there is no rule {args.rule!r}", f"{hint}halfstep explain lists them all")
         console.print(Markdown(text) if console.is_terminal else text.rstrip())
         return 0
+
+
+def _near(word: str, names: Sequence[str]) -> list[str]:
+    """Those that hold the word, or else those spelt much like it; at most 6."""
+    held = [name for name in names if word.strip().lower().replace("_", "-") in name] if word.strip() else []
+    return held[:6] or difflib.get_close_matches(word, names, n=3)
 
 
 def _table(console: object) -> int:

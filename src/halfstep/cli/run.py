@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from halfstep import launch
+from halfstep.cli import outputs
 
 
 class Run:
@@ -26,9 +26,11 @@ exit status: the script's own; 2 for a wrong use of this command; 3 by --fail-on
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.usage = "halfstep run [options] [--] SCRIPT [ARGS…]   (or -m MODULE, -c CODE)"
-        parser.add_argument("--json", metavar="FILE", type=Path, help="write the findings as JSON")
-        parser.add_argument("--html", metavar="FILE", type=Path, help="write the report as one HTML file")
-        parser.add_argument("--record", metavar="DIR", type=Path, help="keep the run's record, for halfstep report")
+        parser.add_argument("--json", metavar="FILE", type=outputs.file, help="write the findings as JSON")
+        parser.add_argument("--html", metavar="FILE", type=outputs.file, help="write the report as one HTML file")
+        parser.add_argument(
+            "--record", metavar="DIR", type=outputs.folder, help="keep the run's record, for halfstep report"
+        )
         parser.add_argument("--updates", metavar="N", type=_count, help="stop after N applied updates, with the report")
         parser.add_argument(
             "--fail-on",
@@ -63,7 +65,6 @@ class Silence:
 
 
 def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
+    if not text.strip().isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a number of updates (1 or more)")
-    return number
+    return int(text)

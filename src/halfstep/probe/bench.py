@@ -213,6 +213,8 @@ def bench(
     try:
         place = torch.device(accelerator_type() if device is None else device)
         torch.empty(1, device=place)
+        if place.type == "meta":
+            raise RuntimeError("tensors without values: nothing is computed there")
     except (RuntimeError, AssertionError) as error:
         raise PolicyError(f"device={str(device)!r} cannot be used ({error})", 'for example "cpu" or "cuda"') from error
     precisions = tuple(name for name in PRECISIONS if name != "tf32" or _has_tf32(place))

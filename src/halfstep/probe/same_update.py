@@ -64,7 +64,7 @@ def assert_same_update(
 
     ``big`` is the big batch; by default the batches are joined along dimension 0 (see
     :func:`halfstep.probe.whole.joined`), which ragged shapes do not allow. ``tolerance`` is relative to Σ‖contribution‖
-    and by default law 7's for the lowest precision seen: FP64 1e-12, FP32 1e-5, FP16 5e-3, BF16 3e-2.
+    and by default that of the lowest precision seen: FP64 1e-12, FP32 1e-5, FP16 5e-3, BF16 3e-2.
 
     Nothing changes: parameters, gradients, buffers, training modes and random state (torch's, Python's, NumPy's) are
     afterwards as before. Parameters and buffers are held twice meanwhile. Gradients are taken by ``backward()``, so

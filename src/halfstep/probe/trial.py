@@ -17,7 +17,7 @@ from halfstep.errors import MisuseError
 from halfstep.weigh import weigh
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-"""Law 7: how far an accumulated gradient may be from the big batch's, relative to Σ‖contribution‖."""
+"""How far rounding may take an accumulated gradient from the big batch's, relative to Σ‖contribution‖."""
 
 
 @dataclass(frozen=True)

@@ -40,16 +40,26 @@ def verdict(path: Path) -> dict[str, Any] | None:
 
 
 def lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file of events, in order, as far as they were written; the last may be cut."""
+    """The lines of a file of events, in order, as far as they were written; the last may be cut.
+
+    Raises `halfstep.errors.RecordError` where the file holds something, and nothing of it can be read.
+    """
     unzip = zlib.decompressobj(31)
     rest = b""
+    any_line = False
     with open(path, "rb") as file:
         while chunk := file.read(1 << 16):
             try:
                 rest += unzip.decompress(chunk)
-            except zlib.error:
+            except zlib.error as error:
+                if not any_line:
+                    words = f"{path} cannot be read: it is no file of events any more ({error})"
+                    raise RecordError(words, "the record as the run wrote it") from error
                 break
             *whole, rest = rest.split(b"\n")
+            if whole and not any_line and not kind_of(whole[0]):
+                raise RecordError(f"{path} cannot be read: it holds no events", "the record as the run wrote it")
+            any_line = any_line or bool(whole)
             yield from whole
     yield rest
 

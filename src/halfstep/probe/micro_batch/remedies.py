@@ -184,7 +184,7 @@ def _scale(trial: _Trial) -> Remedy:
     after = measure(trial.passes, "fp16", found._region, scale, found._asked_tolerance, trial.known)
     exponent = int(math.log2(after.scale))
     # The manager refuses a first scale below the one where its scale stops falling.
-    floor = f", min_scale=2.0**{exponent - 8}" if after.scale < LOWEST_SCALE else ""
+    floor = f", min_scale=2.0**{max(exponent - 8, -126)}" if after.scale < LOWEST_SCALE else ""
     line = f"MixedPrecisionManager(init_scale=2.0**{exponent}{floor})"
     return _judged(name, f"init_scale={power(after.scale)}", after, line)
 
@@ -281,9 +281,7 @@ def _smaller(trial: _Trial) -> Remedy:
     worst = max(outcomes, key=lambda o: (not _is_good(o), o.gradient.error if o.gradient else 0.0))
     broken = sum(not _is_good(o) for o in outcomes)
     more = "cut along dimension 0" + (f", {broken} of the 2 halves break" if broken else "")
-    line = (
-        f"# {middle} examples (dimension 0) to a micro-batch, twice as many to a group: manager.groups(loader, 2 * A)"
-    )
+    line = f"# {middle} examples (dimension 0) a micro-batch, twice as many to a group: manager.groups(loader, 2 * A)"
     return _judged(name, f"{middle} examples for {count}", worst, line, more)
 
 

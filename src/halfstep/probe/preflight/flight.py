@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from halfstep.engine import settings
 from halfstep.engine.binding import modules_of, plain_name
 from halfstep.engine.manager import MixedPrecisionManager
 from halfstep.errors import HalfstepError, MisuseError, NonFiniteError, PolicyError, UnsupportedError
@@ -47,6 +48,13 @@ class Flight:
             )
         if reduction not in ("mean", "sum"):
             raise PolicyError(f'preflight was given reduction="{reduction}"', '"mean" (over its weight) or "sum"')
+        if size is not None:
+            fix = "the number of micro-batches of an update, 1 or more; None: all that are given"
+            size = settings.count("size", size, fix)
+            if size < 1:
+                raise PolicyError(f"preflight was given size={size}", fix)
+        if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+            raise PolicyError(f"the micro-batches, of type {type(batches).__name__}, cannot be iterated", "a list")
         taken = list(itertools.islice(iter(batches), MOST + 1))
         if not taken:
             raise PolicyError("preflight was given no micro-batches", "a list of a few: those of one group, or of two")
