@@ -32,6 +32,7 @@ class Collectives:
         self._known: dict[int, tuple[str, int]] = {}  # address -> what lies there, whose
         self._known_at: tuple[int, int] = (-1, -1)
         self._last: tuple[tuple[Any, ...], Draft] | None = None
+        self._ended: list[Any] = []
 
     def install(self, patches: Patches) -> None:
         if not torch.distributed.is_available():
@@ -40,6 +41,16 @@ class Collectives:
 
         for verb in _VERBS:
             patches.around(distributed_c10d, verb, self._before(verb), self._after, self._failed)
+        patches.around(distributed_c10d, "destroy_process_group", self._before_end)
+
+    def _before_end(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the groups until the next are ended, or the watch is.
+
+        A group waits for its own threads when it goes. If a DDP wrapper's reducer lets go of it last, it does so with
+        the interpreter's lock in hand, for which such a thread may be waiting to let go of a tensor: for good. What
+        lets go here has no lock in hand.
+        """
+        self._ended = list(torch.distributed.distributed_c10d._world.pg_map)
 
     def _before(self, verb: str) -> Any:
         def before(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 BUDGET = 12_000  # operators seen before looks are limited to updates 2^k
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-_HELD = 2.0  # seconds that the tensors of a collective are held: until its backend has let go of them
 _ELEMENTS = 1 << 16  # so many elements count as one operator more
 
 
@@ -104,7 +101,6 @@ class Look:
         self._mode: _Mode | None = None
         self._updates = 0
         self._wanted = 0
-        self._held: deque[tuple[float, list[torch.Tensor]]] = deque()
 
     @property
     def is_open(self) -> bool:
@@ -170,18 +166,6 @@ class Look:
         self.forbidden = self.forbidden or why
         self.close()
 
-    def hold(self, args: Sequence[Any]) -> None:
-        """Keep what a collective works on for a while.
-
-        Seen by a mode, its tensors get Python objects, even those of a DDP wrapper's own buckets. If the backend's
-        thread were the last to let go of one, it would wait for the interpreter's lock, which the main thread may hold
-        while it waits for that thread to end.
-        """
-        now = time.monotonic()
-        while self._held and now - self._held[0][0] > _HELD:
-            self._held.popleft()
-        self._held.append((now, _tensors(args)))
-
     def update_ended(self) -> None:
         """Between two updates: decide whether the next one is looked at."""
         self._updates += 1
@@ -235,13 +219,6 @@ def _empty(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or tensor._is_zerotensor()
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    """Those in it, in lists of lists too."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, (list, tuple)) else []
-
-
 @functools.cache
 def _is_collective(func: Any) -> bool:
     return bool(func.namespace in ("c10d", "_c10d_functional"))
@@ -262,7 +239,6 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _is_collective(func):
-            self._look.hold(args)
             return func(*args, **kwargs)
         strange = any(t not in _PLAIN for t in types) or any(isinstance(a, torch.Tensor) and _empty(a) for a in args)
         if not self.live or self.blind or strange:
