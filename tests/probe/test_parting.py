@@ -222,6 +222,14 @@ def test_of_adversaries_one_without_a_gradient_is_seen_though_no_loss_is_better(
     assert verdict(held, fp32).blame == "not precision"
 
 
+def test_fp32_fails_where_the_losses_of_all_its_optimizers_rise():
+    rising, worse = ([1.3 * rate**k for k in range(60)] for rate in (1.05, 1.06))
+    own, fp32 = (together(run(side, x), run(side, x)) for side, x in (("own", worse), ("fp32", rising)))
+    found = verdict(own, fp32)
+    assert (found.blame, found.wanted) == ("not precision", None)
+    assert "FP32 fails too (loss of optimizer 1" in found.words
+
+
 @pytest.mark.parametrize("status", [0, 1])
 def test_a_run_that_stops_by_itself_is_not_acquitted_by_what_it_did_before(status):
     own = run("own", FALLING[:15], end={"code": status})

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from halfstep import launch
+from halfstep.cli import outputs
 
 
 class Compare:
@@ -59,9 +60,9 @@ all runs and compares what was reached."""
         )
         parser.add_argument("--seed", metavar="S", type=_seed, default=0, help="of both runs, before the script's (0)")
         parser.add_argument("--together", action="store_true", help="run the two at once, not one after the other")
-        parser.add_argument("--keep", metavar="DIR", type=Path, help="keep what the runs printed and told")
-        parser.add_argument("--json", metavar="FILE", type=Path, help="write the comparison as JSON")
-        parser.add_argument("--html", metavar="FILE", type=Path, help="write the comparison as one HTML file")
+        parser.add_argument("--keep", metavar="DIR", type=outputs.folder, help="keep what the runs printed and told")
+        parser.add_argument("--json", metavar="FILE", type=outputs.file, help="write the comparison as JSON")
+        parser.add_argument("--html", metavar="FILE", type=outputs.file, help="write the comparison as one HTML file")
         parser.add_argument("--twice", action="store_true", help="never a further run, even where it would decide")
         # One of the runs.
         parser.add_argument("--side", help=argparse.SUPPRESS)

@@ -44,8 +44,6 @@ def compare(args: argparse.Namespace) -> int:
     """Run, judge, report; the exit status."""
     try:
         _refuse(args.target)
-        for path in (args.json, args.html):
-            _refuse_file(path)
         tolerance, share = args.tolerance or (None, False)
         criterion = Criterion(args.metric, tolerance, share, args.better)
         if args.keep is not None:
@@ -87,17 +85,6 @@ def _is_there(name: str) -> bool:
         return True
     finders = (finder for finder in sys.meta_path if hasattr(finder, "find_spec"))
     return any(finder.find_spec(name, None) is not None for finder in finders)
-
-
-def _refuse_file(path: Path | None) -> None:
-    """Before hours of runs: what cannot be written at their end."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise PolicyError(f"{path} is a folder, and a report is one file", f"name a file, {path / 'compare'} say")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise PolicyError(f"{path} cannot be written", "name a file in a folder that may be written to")
 
 
 def _compare(args: argparse.Namespace, criterion: Criterion, folder: Path) -> int:

@@ -127,7 +127,11 @@ def _verdict(each: Sequence[Case]) -> tuple[Blame, str, Case]:
         if why is not None:
             case.comparable = False
             return "unknown", why, case
-    told = [(*_of_one(one), one) for one in each]
+    failures = [_failed(one) for one in each]
+    if None in failures:  # one may train against another: what one's loss gains the other's loses
+        finite = [one.outcome is not None and math.isfinite(one.outcome.fp32) for one in each]
+        failures = [None if kept else failed for failed, kept in zip(failures, finite, strict=True)]
+    told = [(*_of_one(one, failed), one) for one, failed in zip(each, failures, strict=True)]
     found = [one for one in told if one[0] == "precision"]
     if found:  # the surest: that which no further run could undo
         return min(found, key=lambda one: one[2].wanted is not None)
@@ -139,8 +143,8 @@ def _verdict(each: Sequence[Case]) -> tuple[Blame, str, Case]:
     return "not precision", f"{told[0][1]}{rest}{more}", case
 
 
-def _of_one(case: Case) -> tuple[Blame, str]:
-    """Of one optimizer, or of a number that the script gave."""
+def _of_one(case: Case, failed: str | None) -> tuple[Blame, str]:
+    """Of one optimizer, or of a number that the script gave; ``failed``: how FP32 failed."""
     outcome, own, fp32 = case.outcome, case.own, case.fp32
     assert outcome is not None
     ends = case.ends()
@@ -157,8 +161,8 @@ def _of_one(case: Case) -> tuple[Blame, str]:
             f"FP32 is no better ({ends}), but it was not FP32 throughout: {', '.join(fp32.halves)} was still seen in "
             "it. Make the script's half precision an option, and compare with that off"
         )
-    failed = _failed(case, outcome)
-    if failed is not None:
+    starved = None if better else _starved(case, outcome, ends)
+    if failed is not None and not (starved is not None and case.several and math.isfinite(outcome.fp32)):
         return "not precision", f"FP32 fails too ({ends}): {failed}"
     end = None if own.raised is None else _ended(own)
     if end is not None and fp32.raised is None and len(fp32.points) > len(own.points):
@@ -166,9 +170,7 @@ def _of_one(case: Case) -> tuple[Blame, str]:
             f"as it is the script ended by {end}, after {len(own.points)} updates; with the same data FP32 goes on "
             f"past it ({ends})"
         )
-    other = _stopped(case, ends)
-    if other is None and not better:
-        other = _starved(case, outcome, ends)
+    other = _stopped(case, ends) or starved
     if other is not None:
         return other
     if not outcome.apart:
@@ -312,8 +314,10 @@ def _mishandled(case: Case, ends: str) -> tuple[Blame, str] | None:
     )
 
 
-def _failed(case: Case, outcome: Outcome) -> str | None:
+def _failed(case: Case) -> str | None:
     """How FP32 itself failed, and where to look then; None where it did not."""
+    outcome = case.outcome
+    assert outcome is not None
     if not case.criterion.of_updates:
         return None if math.isfinite(outcome.fp32) else f"its {case.criterion.metric} is {outcome.fp32}"
     losses = [(b.attempted, b.loss) for _, b in case.matched if b.optimizer == outcome.optimizer and b.loss is not None]
@@ -324,8 +328,7 @@ def _failed(case: Case, outcome: Outcome) -> str | None:
         moves = [abs(b - a) for (_, a), (_, b) in pairwise(losses) if math.isfinite(a) and math.isfinite(b)]
         noise = max((_WORSE - 1.0) * abs(first), _NOISY * median(moves or [0.0]))
         ends = median(loss for _, loss in losses[-max(_SPIKES, outcome.window) :])
-        # Of several optimizers one may train against another: what one loss gains the other loses.
-        if case.criterion.metric != "loss" or case.several or not ends - first > noise:
+        if case.criterion.metric != "loss" or not ends - first > noise:
             return None
     before = itertools.takewhile(lambda row: math.isfinite(row[1]), losses)
     grown = next((n for n, loss in before if loss > 2.0 * _WORSE * abs(first)), None)
