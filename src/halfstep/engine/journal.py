@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfstep.engine.late import host
 from halfstep.errors import PolicyError, RecordError
 from halfstep.events import plain
 
@@ -128,8 +127,8 @@ class Journal:
             self.sink({"kind": "update", **dict(zip(FIELDS, row, strict=True))})
 
     def log(self, applied_updates: int, metrics: dict[str, Any]) -> None:
-        values = {k: host(v) if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in metrics.items()}
-        row = {"applied_updates": applied_updates, **values}
+        """Keep metrics, plain already."""
+        row = {"applied_updates": applied_updates, **metrics}
         self.metrics.append(row)
         if self.sink is not None:
             self.sink({"kind": "metrics", **row})

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from torch import Tensor
 
 from halfstep.engine.account import report
+from halfstep.engine.metrics import Metrics
 from halfstep.engine.state import in_words, load, policy, save
 from halfstep.errors import MisuseError
 
@@ -58,10 +59,14 @@ class Records:
         self._updater.settle()
         return self._journal.suggestion()
 
-    def log(self, **metrics: Any) -> None:
-        """Keep the user's own metrics against the number of applied updates; tensors of one element are read."""
-        self._updater.settle()
-        self._journal.log(self._account.applied, metrics)
+    def log(self, *unnamed: Any, **metrics: Any) -> None:
+        """Keep the user's own metrics, by name, against the number of applied updates.
+
+        Numbers, texts, tensors and NumPy arrays of one element, or lists and dicts of them; anything else raises
+        :class:`~halfstep.errors.PolicyError`. On an accelerator nothing is waited for: what is in tensors is read, and
+        its row written, at the next update or when the record is asked for.
+        """
+        self._updater.log(Metrics(unnamed, metrics))
 
     def accept(self, reason: str) -> None:
         """A person's word that this run is accepted, with a reason: the record's last status."""

@@ -17,6 +17,7 @@ from halfstep.engine.culprits import culprits, nonfinite_names
 from halfstep.engine.journal import Journal
 from halfstep.engine.late import Mail, host
 from halfstep.engine.ledger import Share, Weight
+from halfstep.engine.metrics import Metrics
 from halfstep.engine.replicas.replicas import Replicas
 from halfstep.engine.replicas.rows import Closing
 from halfstep.engine.scale import FLOOR_TOUCHES, LossScale
@@ -55,6 +56,7 @@ class Updater:
         self._monitor = monitor
         self._measures = monitor or max_norm is not None or on_nonfinite != "ignore"
         self._unsettled: Callable[[], None] | None = None
+        self._metrics: list[Metrics] = []  # that were logged since
         self._found: Tensor | None = None
         self._tried: list[Number] = []  # overflow flags of attempts under the scale that is still to move
         self._last: Share | None = None
@@ -69,6 +71,14 @@ class Updater:
         """Wait for the outcome of the last update, where it is not known yet."""
         if self._unsettled is not None:
             self._unsettled()
+        while self._metrics:
+            self._journal.log(self._account.applied, self._metrics.pop(0).read())
+
+    def log(self, metrics: Metrics) -> None:
+        """Keep metrics against the updates applied by now, which may not be known yet."""
+        self._metrics.append(metrics)
+        if self.host:
+            self.settle()
 
     def explain(self, *, alone: bool = False) -> None:
         """Tell what was not finite in updates skipped since, on whichever rank. A collective, in ``step`` alone.
