@@ -56,7 +56,7 @@ def test_prepared_tried_accepted() -> None:
 
 
 def test_the_record_is_strict_json_with_all_it_should_hold() -> None:
-    manager = train(init_scale=2.0**40, min_scale=0.0)
+    manager = train(init_scale=2.0**40, min_scale=2.0**-126)
     record = json.loads(json.dumps(manager.report(), allow_nan=False))
     counters = record["counters"]
     assert counters["attempted"] == 9

@@ -29,7 +29,7 @@ def test_it_moves_as_torchs_scaler_does(fused: bool, late: bool) -> None:
     model, _, _ = make()
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     policy = {"init_scale": 256.0, "growth_factor": 4.0, "backoff_factor": 0.25, "growth_interval": 3}
-    manager = MixedPrecisionManager(precision="fp16", min_scale=0.0, **policy)
+    manager = MixedPrecisionManager(precision="fp16", min_scale=2.0**-126, **policy)
     twin = nn.Linear(1, 1)
     by_hand = torch.optim.SGD(twin.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", **policy)

@@ -27,6 +27,8 @@ NAN = float("nan")
         {"init_scale": float("inf")},
         {"min_scale": "0"},
         {"min_scale": -1.0},
+        {"min_scale": 0},
+        {"min_scale": 1e-44},
         {"growth_factor": "2"},
         {"growth_factor": float("inf")},
         {"growth_factor": NAN},

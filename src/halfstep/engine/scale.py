@@ -15,6 +15,7 @@ from halfstep.errors import MisuseError, PolicyError
 from halfstep.events.audience import LISTENERS
 
 SCALE_MAX = 2.0**127  # the largest power of two FP32 holds
+SCALE_MIN = 2.0**-126  # the smallest that FP32 holds with all its digits
 FLOOR_TOUCHES = 3  # overflows in a row, at the floor, after which lowering the scale is known not to help
 GRAD_SCALE = 2.0**15  # the largest power of two that is an FP16 number
 GRAD_BACKOFF = 16.0
@@ -123,8 +124,7 @@ class LossScale(torch.amp.GradScaler):
         torch._amp_update_scale_(
             scale, tracker, found_inf, self._growth_factor, self._backoff_factor, self._growth_interval
         )
-        if self.min_scale > 0.0:
-            scale.clamp_(min=self.min_scale)
+        scale.clamp_(min=self.min_scale)
         if before is not None and unless is not None:
             scale.copy_(torch.where(unless > 0.0, before[0], scale))
             tracker.copy_(torch.where(unless > 0.0, before[1], tracker))
@@ -240,8 +240,10 @@ class LossScale(torch.amp.GradScaler):
 
 def _scale(name: str, given: Any) -> float:
     fix = "a positive, finite number (2**16 is torch's first)"
+    if name == "min_scale":
+        fix = "a positive number (2**-8 is the default; under 2**-126 a scale would be 0 and divide by it)"
     value = number(name, given, fix)
-    if not math.isfinite(value) or value < 0.0 or (value == 0.0 and name != "min_scale") or value > SCALE_MAX:
+    if not math.isfinite(value) or value < SCALE_MIN or value > SCALE_MAX:
         raise PolicyError(f"{name}={value} is no loss scale", fix)
     return value
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from halfstep.engine.manager import MixedPrecisionManager
+from halfstep.engine.scale import SCALE_MIN
 from halfstep.errors import HalfstepError
 from halfstep.probe.micro_batch.passes import unwatched
 from halfstep.probe.preflight.checklist import Row, failed, not_judged
@@ -91,5 +92,5 @@ def _twin(flight: Flight, shares: Sequence[Share]) -> MixedPrecisionManager:
     """The user's policy, replicas included, without clipping, under a scale that fits every rank."""
     changes: dict[str, Any] = {"record": None, "on_nonfinite": "skip", "max_norm": None}
     if flight.twin.scaler.is_enabled():
-        changes |= {"init_scale": min(float(share.numbers["scale"]) for share in shares) / 4, "min_scale": 0.0}
+        changes |= {"init_scale": min(float(share.numbers["scale"]) for share in shares) / 4, "min_scale": SCALE_MIN}
     return MixedPrecisionManager(**flight.manager._settings | changes)
