@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import pytest
 import torch
 from rich.console import Console
 from torch import nn
@@ -64,6 +65,31 @@ def test_half_precision_that_was_declared_and_never_ran_is_on_the_page() -> None
     manager.backward(model(torch.ones(2, 4)).sum())
     manager.step(model, optimizer)
     assert "fp32 (bf16 declared; manager.context() was never entered) on cpu" in drawn(manager.report())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((4, 7, 2, 5, 6, 3), "m = ragged, A = 2, D = 1: ragged, 7 to 11 examples an update"),
+        ((4, 4, 4, 4, 4, 4), "m = 4, A = 2, D = 1: 8 examples an update"),
+        ((4, 4, 4, 4, 4, 1), "m = 4, A = 2, D = 1: 8 examples an update (5 to 8)"),
+    ],
+)
+def test_examples_an_update(sizes: tuple[int, ...], words: str) -> None:
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    manager = MixedPrecisionManager(False)
+    for group in manager.groups([torch.ones(size, 4) for size in sizes], 2, weight=len):
+        for x in group:
+            manager.backward(model(x).mean())
+        manager.step(model, optimizer)
+    record = manager.report()
+    text = drawn(record)
+    assert words in text
+    totals = [sum(sizes[at : at + 2]) for at in (0, 2, 4)]
+    assert ("examples an update (" in text) == ("(" in words)
+    assert record["batch"]["examples_range"] == [min(totals), max(totals)]
+    assert record["batch"]["examples_per_update"] == (None if totals == [11, 7, 9] else 8)
 
 
 def test_before_anything_ran_it_says_so() -> None:

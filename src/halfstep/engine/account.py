@@ -103,7 +103,8 @@ def report(manager: MixedPrecisionManager) -> dict[str, Any]:
     account, journal = manager._account, manager._journal
     replicas = manager.replicas.describe()
     size = _commonest(account.group_sizes)
-    examples = _commonest(account.example_sizes)
+    examples = _usual(account.example_sizes)
+    everywhere = sorted(account.update_sizes)
     status = "prepared" if account.applied == 0 else "tried"
     record = {
         "record": RECORD,
@@ -115,8 +116,10 @@ def report(manager: MixedPrecisionManager) -> dict[str, Any]:
             "m": None if examples is None or not size or examples % size else examples // size,
             "A": size,
             **replicas,
-            "examples_per_update": _commonest(account.update_sizes),
-            "how": "counted: the commonest group of this replica, and the commonest update of all; m is computed",
+            "examples_per_update": _usual(account.update_sizes),
+            "examples_range": [everywhere[0], everywhere[-1]] if everywhere else None,
+            "how": "counted: the commonest group of this replica, and the examples of most updates, null where they "
+            "are ragged; m is computed",
             "group_sizes": {str(k): v for k, v in sorted(account.group_sizes.items())},
             "examples_seen": account.examples,
             "supervised_elements": account.weight,
@@ -157,6 +160,12 @@ def report(manager: MixedPrecisionManager) -> dict[str, Any]:
 
 def _commonest(counts: dict[int, int]) -> int | None:
     return max(counts, key=lambda size: (counts[size], size)) if counts else None
+
+
+def _usual(counts: dict[int, int]) -> int | None:
+    """The size that most have; None where they are ragged."""
+    size = _commonest(counts)
+    return size if size is not None and 2 * counts[size] > sum(counts.values()) else None
 
 
 def _precision(manager: MixedPrecisionManager) -> dict[str, Any]:

@@ -77,11 +77,22 @@ def _batch(batch: Mapping[str, Any]) -> str:
     replicas = f"D = {batch['D']}" + (f", R = {batch['R']}" if batch["R"] != batch["D"] else "")
     if batch["A"] is None:
         return f"no group yet; {replicas} ({batch['backend']})"
-    if batch["examples_per_update"] is None:
+    examples = _examples(batch["examples_per_update"], batch.get("examples_range"))
+    if examples is None:
         return f"A = {batch['A']} micro-batches, {replicas}; examples unknown outside groups"
     m = "ragged" if batch["m"] is None else batch["m"]
     ragged = "" if len(batch["group_sizes"]) < 2 else "; groups of " + ", ".join(batch["group_sizes"])
-    return f"m = {m}, A = {batch['A']}, {replicas}: {batch['examples_per_update']:,} examples an update{ragged}"
+    return f"m = {m}, A = {batch['A']}, {replicas}: {examples}{ragged}"
+
+
+def _examples(usual: int | None, between: Sequence[int] | None) -> str | None:
+    """How many an update has: most of them, and what others have; a record of an earlier layout tells no range."""
+    low, high = between or (usual, usual)
+    if low is None or high is None:
+        return None
+    if usual is None:
+        return f"ragged, {low:,} to {high:,} examples an update"
+    return f"{usual:,} examples an update" + (f" ({low:,} to {high:,})" if low != high else "")
 
 
 def _supervised(batch: Mapping[str, Any], normalisation: Mapping[str, Any]) -> Text:
