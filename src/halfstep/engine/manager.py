@@ -59,7 +59,7 @@ class MixedPrecisionManager(Records):
     ``replicas``        who else contributes; None: what the model given to ``groups`` or ``step`` shows; for others a
                         process group or a mesh dimension; the wrapped model, where weights come outside ``groups``;
                         1 where every rank trains a model of its own, in no wrapper
-    ``on_duplicate``    one example on several replicas in one update, where ids are known: "warn", "raise" or "ignore"
+    ``on_duplicate``    one example more than once in one update, where ids are known: "warn", "raise" or "ignore"
     ``monitor``         keep the gradient norm of every parameter and update (they come from the clipping pass)
     ``record``          where the journal of updates goes besides memory: a directory (``journal.jsonl``), or a function
                         that is called with every plain row

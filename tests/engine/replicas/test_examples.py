@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from tests.engine.replicas.company import Company
 from tests.engine.replicas.layouts import tower
 
 from halfstep.engine.manager import MixedPrecisionManager
+from halfstep.errors import MisuseError
 
 pytestmark = pytest.mark.processes
 
@@ -85,14 +88,32 @@ def test_the_whole_dataset_on_each_replica_in_another_order(company: Company) ->
         assert (told["examples"]["distinct"], told["examples"]["repeated_within_an_epoch"]) == (4, 4)
 
 
-def test_one_process_counts_distinct_examples() -> None:
-    manager = MixedPrecisionManager(precision="fp32")
+@pytest.mark.parametrize(
+    ("epoch", "size", "repeated", "words"),
+    [
+        ([[1, 2], [2, 3]], 2, 1, "1 example (2) came more than once"),
+        ([[1, 1, 1]], 1, 2, "1 example (1) came more than once"),
+        ([[1, 2], [3, 1]], 1, 1, "examples come again within one epoch"),
+        ([[1, 2], [2, 1, 4]], 2, 2, "2 examples (1, 2) came more than once"),
+    ],
+)
+def test_one_process_counts_distinct_examples(epoch: list[list[int]], size: int, repeated: int, words: str) -> None:
+    def train(policy: str) -> MixedPrecisionManager:
+        manager = MixedPrecisionManager(precision="fp32", on_duplicate=policy)
+        for group in manager.groups([(ids, torch.ones(len(ids), 4)) for ids in epoch], size, ids=0):
+            for _, x in group:
+                manager.backward(F.mse_loss(model(x), x))
+            manager.step(model, optimizer)
+        return manager
+
     model = tower()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = [([1, 2], torch.ones(2, 4)), ([2, 3], torch.ones(2, 4))]
-    for group in manager.groups(loader, 2, weight=lambda batch: len(batch[1]), ids=0):
-        for _, x in group:
-            manager.backward(F.mse_loss(model(x), x))
-        manager.step(model, optimizer)
+    with pytest.warns(UserWarning, match=re.escape(words)):
+        manager = train("warn")
+    if "more than once" in words:
+        with pytest.raises(MisuseError, match=re.escape(words)):
+            train("raise")
     counted = manager.report()["examples"]
-    assert (counted["processed"], counted["distinct"]) == (4, 3)
+    processed = sum(map(len, epoch))
+    assert (counted["processed"], counted["distinct"]) == (processed, processed - repeated)
+    assert counted["repeated_within_an_epoch"] == repeated

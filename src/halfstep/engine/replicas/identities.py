@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from halfstep.engine.journal import Journal
-from halfstep.errors import MisuseError
+from halfstep.errors import MisuseError, counted
 
 ON_DUPLICATE = ("warn", "raise", "ignore")
 _BITS = 62
@@ -67,7 +67,7 @@ class Identities:
         self.shared = 0
         """Examples that several replicas had in one update."""
         self.repeated = 0
-        """Examples that came again within an epoch, for no reason known."""
+        """Examples that came again within an epoch, or within one update of a replica, for no reason known."""
         self.whole = True
         self._epoch: set[int] = set()
         self._allowed = 0
@@ -92,8 +92,8 @@ class Identities:
     def _judge(self, rows: Sequence[tuple[int, Iterable[int]]], shown: dict[int, Any], update: int) -> list[str]:
         """What a reader should know of these ids.
 
-        ``shown``: ids of this replica by hash. With ``on_duplicate="raise"`` an example that two replicas have raises
-        :class:`~halfstep.errors.MisuseError`, on every rank alike.
+        ``shown``: ids of this replica by hash. With ``on_duplicate="raise"`` an example that is twice in one update
+        raises :class:`~halfstep.errors.MisuseError`, on every rank alike.
         """
         holders: dict[int, list[int]] = {}
         counts: Counter[int] = Counter()
@@ -103,21 +103,26 @@ class Identities:
                 if rank not in holders.setdefault(identity, []):
                     holders[identity].append(rank)
         twice = [identity for identity, ranks in holders.items() if len(ranks) > 1]
+        double = [identity for identity, count in counts.items() if count > len(holders[identity])]
+        extra = sum(counts[identity] - len(holders[identity]) for identity in double)
         again = [identity for identity in holders if identity in self._epoch and identity not in twice]
-        padded = min(self._allowed, len(twice) + len(again))
+        repeats = len(again) + extra
+        padded = min(self._allowed, len(twice) + repeats)
         self._allowed -= padded
         self.padding += padded
         told = []
         if padded and not self._told:
             self._told = True
             told.append("DistributedSampler repeats examples to give every replica as many: they are averaged in twice")
-        excess = len(twice) + len(again) - padded
+        excess = len(twice) + repeats - padded
         if len(twice) > padded:
             told.append(self._shared(twice, holders, shown, update))
+        elif extra > padded:
+            told.append(self._double(double, shown, update))
         elif excess:
             told.append("examples come again within one epoch, more of them than a sampler's padding explains")
         self.shared += max(len(twice) - padded, 0)
-        self.repeated += min(len(again), excess)
+        self.repeated += min(repeats, excess)
         self.processed += sum(counts.values())
         self.distinct += len(holders) - len(again) - len([i for i in twice if i in self._epoch])
         if len(self._epoch) < _MOST:
@@ -127,17 +132,25 @@ class Identities:
         return told
 
     def _shared(self, twice: list[int], holders: dict[int, list[int]], shown: dict[int, Any], update: int) -> str:
-        known = [repr(shown[identity]) for identity in twice if identity in shown][:_SHOWN]
-        examples = f" ({', '.join(known)}{', …' if len(twice) > len(known) else ''})" if known else ""
+        examples = _named(twice, shown)
         ranks = sorted({rank for identity in twice for rank in holders[identity]})
         seen = f"{len(twice)} examples{examples} are on several replicas at once, ranks {ranks}"
+        self._refuse(seen, "a sampler that deals the dataset out: DistributedSampler(dataset), with set_epoch", update)
+        return f"{seen}: they count more than once. DistributedSampler(dataset) deals it out"
+
+    def _double(self, double: list[int], shown: dict[int, Any], update: int) -> str:
+        seen = (
+            f"{counted(len(double), 'example')}{_named(double, shown)} came more than once to one replica in one update"
+        )
+        self._refuse(seen, "a sampler without replacement; ids that tell examples apart", update)
+        return f"{seen}: counted more than once"
+
+    def _refuse(self, seen: str, fix: str, update: int) -> None:
         if self.policy == "raise":
             raise MisuseError(
                 f"{seen}, in attempted update {update}: they count more than once",
-                "a sampler that deals the dataset out: DistributedSampler(dataset), with set_epoch; "
-                'on_duplicate="warn" goes on',
+                f'{fix}; on_duplicate="warn" goes on',
             )
-        return f"{seen}: they count more than once. DistributedSampler(dataset) deals it out"
 
     def describe(self) -> dict[str, Any]:
         """For the record."""
@@ -152,3 +165,9 @@ class Identities:
             "how": "counted by id over all replicas, distinct within each epoch"
             + ("" if self.whole else f"; epochs are longer than {_MOST} examples: those beyond are not remembered"),
         }
+
+
+def _named(identities: Sequence[int], shown: dict[int, Any]) -> str:
+    """Some of them by the ids that are known here."""
+    known = [repr(shown[identity]) for identity in identities if identity in shown][:_SHOWN]
+    return f" ({', '.join(known)}{', …' if len(identities) > len(known) else ''})" if known else ""
