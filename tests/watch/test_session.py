@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -197,3 +198,9 @@ def test_events_are_released_in_order_with_the_users_lines() -> None:
     assert [e.seq for e in seen] == sorted(e.seq for e in seen)
     lines = {e.at.file for e in seen if e.at is not None}
     assert lines == {__file__}
+
+
+def test_the_front_door_shows_its_own_names_and_how_to_call_them() -> None:
+    public = [name for name in dir(halfstep) if not name.startswith("__")]
+    assert sorted(public) == sorted(halfstep.__all__)
+    assert list(inspect.signature(halfstep.watch).parameters) == ["record", "tell"]

@@ -5,6 +5,7 @@ The package is itself callable, so that ``halfstep.watch()`` reads as one verb t
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import types
@@ -34,4 +35,5 @@ class _Verb(types.ModuleType):
     __call__ = staticmethod(watch)
 
 
+__signature__ = inspect.signature(watch)  # what help() and editors show of the module, too
 sys.modules[__name__].__class__ = _Verb
