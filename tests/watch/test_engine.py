@@ -251,3 +251,14 @@ def test_a_flat_loop_without_weights_is_judged_as_one_by_hand(
 @pytest.mark.parametrize("sizes", [(2, 9, 4, 3), (3, 3, 3, 3)])
 def test_a_flat_loop_with_weights_is_right(sizes: tuple[int, ...]) -> None:
     assert flat(MixedPrecisionManager(precision="bf16", device="cpu"), sizes, 1.0, weigh=True).findings == ()
+
+
+def test_zeros_that_enter_at_an_edge_of_a_graph_are_no_fault_of_the_watch() -> None:
+    """As a replica sends them that has nothing left to contribute."""
+    with Session() as session:
+        loop = Loop(precision="fp32")
+        edge = torch.autograd.graph.get_gradient_edge(loop.loss())
+        torch.autograd.backward([edge], [torch.zeros(())])
+        loop.optimizer.zero_grad()
+        loop.train(1)
+    assert not loud(session)

@@ -16,7 +16,7 @@ from halfstep.watch.halves import Halves
 from halfstep.watch.losses import Losses
 from halfstep.watch.patches import Patches
 from halfstep.watch.perthread import PerThread
-from halfstep.watch.place import route
+from halfstep.watch.place import by_engine, route
 from halfstep.watch.scalers import Scalers
 from halfstep.watch.stream import Late
 from halfstep.watch.underflow import Underflow
@@ -53,11 +53,13 @@ class Backwards:
         patches.around(torch.autograd, "grad", None, self._after_grad)
         self._underflow.install(patches)
 
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Weighing] | None:
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Weighing] | None:
         if torch._C._current_graph_task_id() != -1:
             return None  # a recomputation inside a backward (reentrant checkpointing) is no contribution of its own
         self._gradients.reconcile()
         roots = _roots(args, kwargs)
+        if not roots and by_engine():
+            return ()  # zeros, so that other ranks need not wait: nothing is contributed
         self._session.stream.micro += 1
         number, way = self._session.stream.micro, route()
         loss_at, divisions = self._losses.describe(roots[0], number, way) if roots else (None, ())
@@ -78,6 +80,9 @@ class Backwards:
             return
         self._session.look.backward = False
         roots = _roots(args, kwargs)
+        if token == ():
+            self._gradients.settle()
+            return
         announced = self._scalers.announced
         mark = announced or self._scalers.mark_of(roots)
         changes = {i: c for i, c in self._gradients.settle().items() if c.received}

@@ -71,7 +71,7 @@ class Histories:
     def _before_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         value = kwargs.get("tensors", args[0] if args else None)
         for root in (value,) if isinstance(value, torch.Tensor) else value or ():
-            node: Any = root.grad_fn
+            node: Any = root.grad_fn if isinstance(root, torch.Tensor) else None  # a graph's edge may be a root too
             if node is not None:
                 token = _Token(self._attempts)
                 node.metadata.setdefault(_TOKEN, token)
