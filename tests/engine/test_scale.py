@@ -64,7 +64,8 @@ def test_state_goes_both_ways() -> None:
     third = MixedPrecisionManager(precision="fp16")
     third.scaler.load_state_dict(scaler.state_dict())
     assert third.loss_scale == 512.0
-    manager.load_state_dict({})  # a disabled GradScaler's
+    with pytest.raises(PolicyError, match="as a disabled GradScaler's"):
+        manager.load_state_dict({})
     assert manager.loss_scale == 512.0
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from halfstep import HalfstepError, MisuseError, MixedPrecisionManager, PolicyError, WeightError
+from halfstep import HalfstepError, MisuseError, MixedPrecisionManager, PolicyError, WeightError, tokens
+from halfstep.report.run_page import run_page
 
 NAN = float("nan")
 
@@ -46,6 +47,9 @@ NAN = float("nan")
         {"on_nonfinite": ["skip"]},
         {"activated": 0.5},
         {"activated": []},
+        {"activated": None},
+        {"device": 3.5},
+        {"device": "gpu"},
     ],
     ids=str,
 )
@@ -102,12 +106,77 @@ ARGUMENTS: dict[str, tuple[Callable[[Loop], Any], type[HalfstepError], str]] = {
     "a list for one loss": (lambda r: r.manager.backward(r.loss(), weight=[1, 2]), WeightError, "1 loss and 2 weights"),
     "groups the wrong way round": (lambda r: r.manager.groups(4, [r, r]), PolicyError, "other way round"),  # type: ignore[arg-type]
     "drop_last in words": (lambda r: r.manager.groups([r], 1, drop_last="no"), PolicyError, "drop_last"),  # type: ignore[arg-type]
+    "a complex loss": (lambda r: r.manager.backward(r.loss() * 1j), MisuseError, "complex"),
+    "inputs without gradients": (
+        lambda r: r.manager.backward(r.loss(), inputs=[torch.ones(2)]),
+        PolicyError,
+        r"inputs= holds a tensor of shape \(2,\) that requires no gradient",
+    ),
+    "an empty state": (lambda r: r.manager.load_state_dict({}), PolicyError, "empty"),
+    "keep_fp32 without a model": (lambda r: r.manager.keep_fp32(None, "a"), PolicyError, "NoneType"),
+    "a model by name": (lambda r: r.manager.groups([r], 1, model="ddp"), PolicyError, "model='ddp'"),
+    "tokens of a number": (lambda r: tokens(3.5), PolicyError, r"tokens\(3.5\)"),
+    "tokens of nothing": (lambda r: tokens(None), PolicyError, r"tokens\(None\)"),
+    "tokens but a text": (lambda r: tokens(ignore_index="x"), PolicyError, "ignore_index='x'"),
+    "tokens as they are": (lambda r: r.manager.groups([r], 1, weight=tokens), PolicyError, "not called"),
+    "a function a term": (
+        lambda r: r.manager.groups([r], 1, weight=[len, len]),
+        PolicyError,
+        "one function that returns a weight for each term",
+    ),
+    "a page of a manager": (lambda r: run_page(r.manager), PolicyError, "MixedPrecisionManager"),
+    "a page of nothing": (lambda r: run_page({}), PolicyError, "without a status"),
     "a size that would fill the screen": (
         lambda r: r.manager.groups([r], torch.zeros(1000)),  # type: ignore[arg-type]
         PolicyError,
         r"^group size of type Tensor",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("rule", "meant"),
+    [
+        ({"ids": 99}, "ids= names the examples"),
+        ({"weight": 3}, "lambda batch: 3"),
+        ({"weight": tokens("y")}, "the key of the labels"),
+    ],
+)
+def test_a_key_that_is_not_there(rule: dict[str, Any], meant: str) -> None:
+    groups = Loop().manager.groups([(torch.ones(2), torch.ones(2))], 1, **rule)
+    with pytest.raises(PolicyError, match="a micro-batch of type tuple has no") as caught:
+        next(groups)
+    assert meant in caught.value.fix
+
+
+@pytest.mark.parametrize("kind", ["GradScaler", "SGD"])
+def test_what_is_no_scheduler_is_told_before_the_update(kind: str) -> None:
+    loop = Loop()
+    loop.manager.backward(loop.loss())
+    before = loop.model.weight.detach().clone()
+    with pytest.raises(PolicyError, match=f"{kind} was given to manager.step as a scheduler"):
+        loop.manager.step(loop.model, loop.optimizer, torch.amp.GradScaler("cpu") if kind != "SGD" else loop.optimizer)
+    assert torch.equal(before, loop.model.weight)
+    assert loop.manager.step(loop.model, loop.optimizer).applied
+
+
+def test_a_state_that_is_not_whole_changes_nothing() -> None:
+    source, loop = Loop(), Loop()
+    for _ in range(2):
+        source.manager.backward(source.loss())
+        source.manager.step(source.model, source.optimizer)
+    source.manager.loss_scale = 4.0
+    state, before = source.manager.state_dict(), loop.manager.state_dict()
+    broken = [{k: v for k, v in state.items() if k != gone} for gone in state if gone not in ("rank", "reference")]
+    broken += [state | {name: "x"} for name in state if name not in ("rank", "reference")]
+    broken += [state | {"version": 99}, state | {"counters": {}}, state | {"scaler": {"scale": 1.0}}]
+    for given in broken:
+        with pytest.raises(PolicyError) as caught:
+            loop.manager.load_state_dict(given)
+        assert caught.value.fix
+        assert str(loop.manager.state_dict()) == str(before)
+    loop.manager.load_state_dict(state)
+    assert loop.manager.loss_scale == 4.0
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)

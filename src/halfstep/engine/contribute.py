@@ -77,6 +77,11 @@ class Contributor:
                     f"the loss has shape {tuple(one.shape)}: backward needs one number",
                     "reduce it (mean with its weight, or sum), or give its terms as a list of scalars",
                 )
+            if one.is_complex():
+                raise MisuseError(
+                    f"the loss is complex ({str(one.dtype).removeprefix('torch.')}): it has no least value",
+                    "a real number of it: loss.real, or loss.abs()",
+                )
             if not one.requires_grad:
                 raise MisuseError(
                     "the loss does not depend on anything that requires a gradient",
@@ -274,8 +279,8 @@ class Contributor:
         roots = [losses[i] for i in live]
         averaging = 1 if mode == "plain" else self.replicas.averaging
         seeds = [self.seed(losses[i], factors[i] * averaging) for i in live]
-        for listener in LISTENERS if self.scale.is_enabled() else ():
-            listener.contributing(self.scale)
+        for listener in LISTENERS:
+            listener.contributing(self.scale if self.scale.is_enabled() else None, undivided=mode == "along")
         concerned = [] if self.replicas.local else self.replicas.concerned(losses)
         answered = nullcontext() if self.replicas.local else self.replicas.answered("gradients")
         try:
@@ -348,17 +353,20 @@ def inputs_of(inputs: Any) -> list[Tensor] | None:
     """``inputs=`` as given to backward -> the tensors: one, an iterable, or a module's parameters that train."""
     if inputs is None:
         return None
-    if isinstance(inputs, Tensor):
-        return [inputs]
-    if isinstance(inputs, nn.Module):
-        inputs = [p for p in inputs.parameters() if p.requires_grad]
+    if isinstance(inputs, (Tensor, nn.Module)):
+        inputs = [inputs]
     tensors: list[Tensor] = []
     entries = inputs if isinstance(inputs, Iterable) and not isinstance(inputs, (str, bytes)) else [inputs]
     for entry in entries:
         if isinstance(entry, nn.Module):
             tensors.extend(p for p in entry.parameters() if p.requires_grad)
-        elif isinstance(entry, Tensor):
+        elif isinstance(entry, Tensor) and entry.requires_grad:
             tensors.append(entry)
+        elif isinstance(entry, Tensor):
+            raise PolicyError(
+                f"inputs= holds a tensor of shape {tuple(entry.shape)} that requires no gradient",
+                "parameters that train, or the module they are in; requires_grad_() for an input before the forward",
+            )
         else:
             raise PolicyError(
                 f"inputs= was given {entry!r}, of type {type(entry).__name__}"[:200],

@@ -30,6 +30,10 @@ def tokens(key: str | int = "labels", *, ignore_index: int = -100, shift: bool =
     ``shift=False`` is for labels that are shifted already.
     """
 
+    _require_key(key, "tokens")
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, int):
+        raise PolicyError(f"tokens(ignore_index={ignore_index!r}) is no label", "a whole number: torch's is -100")
+
     def weight(batch: Any) -> Tensor:
         labels = pick(batch, key)
         if not isinstance(labels, Tensor):
@@ -40,17 +44,22 @@ def tokens(key: str | int = "labels", *, ignore_index: int = -100, shift: bool =
     return weight
 
 
-def pick(batch: Any, key: str | int) -> Any:
-    """``batch[key]``, or the attribute of that name."""
+def _require_key(key: Any, of: str) -> None:
+    if isinstance(key, bool) or not isinstance(key, (str, int)):
+        raise PolicyError(
+            f"{of}({key!r}) names no part of a micro-batch", 'the key (or index) of the labels: tokens("labels")'
+        )
+
+
+def pick(batch: Any, key: str | int, meant: str = "the key of the labels") -> Any:
+    """``batch[key]``, or the attribute of that name. ``meant``: what it should have been, for the message."""
     try:
         return batch[key]
     except (KeyError, IndexError, TypeError) as error:
         if isinstance(key, str) and hasattr(batch, key):
             return getattr(batch, key)
         has = f"; it has {sorted(map(str, batch))}" if isinstance(batch, Mapping) else ""
-        raise PolicyError(
-            f"a micro-batch of type {type(batch).__name__} has no {key!r}{has}", "the key of the labels"
-        ) from error
+        raise PolicyError(f"a micro-batch of type {type(batch).__name__} has no {key!r}{has}", meant) from error
 
 
 def examples_of(batch: Any) -> int | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from torch import nn
 
-from halfstep.engine.group import REDUCTIONS, Batch, Group, Weigher, examples_of, listed, pick
+from halfstep.engine.group import REDUCTIONS, Batch, Group, Weigher, examples_of, listed, pick, tokens
 from halfstep.engine.replicas.identities import hashed, indices_of, padding_of
 from halfstep.engine.settings import flag
 from halfstep.errors import MisuseError, PolicyError, counted
@@ -50,12 +50,17 @@ class Groups(Generic[Batch]):
         self._manager = manager
         self._loader = loader
         self._size = size
-        self._weigher = _function(weight)
+        if model is not None and not isinstance(model, nn.Module):
+            raise PolicyError(
+                f"groups was given model={model!r}, of type {type(model).__name__}"[:200],
+                "the module that is trained, as it is wrapped",
+            )
+        self._weigher = _function(weight, "weight")
         self._weight = "read from the loss" if weight is None else getattr(weight, "__name__", repr(weight))
         self._reduction = reduction
         self._drop_last = flag("drop_last", drop_last)
         self._model = model
-        self._ids = _function(ids)
+        self._ids = _function(ids, "ids")
         self._iterator: Iterator[Batch] | None = None
         self._spare: Batch | None = None
         self._indices: Iterator[list[Any]] | None = None
@@ -201,9 +206,22 @@ class Groups(Generic[Batch]):
         return f"Groups({known}{counted(self._size, 'micro-batch')}, {policy})"
 
 
-def _function(rule: Weigher | str | int | None) -> Weigher | None:
+_MEANT = {
+    "weight": "weight= counts supervised elements: a function of a micro-batch, or the key of the part that holds the "
+    "count; for the same number in all, lambda batch: 3",
+    "ids": "ids= names the examples: the key of the part of a micro-batch that holds their ids, or a function of it",
+}
+
+
+def _function(rule: Weigher | str | int | None, name: str) -> Weigher | None:
+    """``weight`` or ``ids`` as given -> a function of a micro-batch."""
+    if rule is tokens:
+        raise PolicyError(f"{name}=tokens was not called", 'tokens("labels"), which gives the function')
     if rule is None or callable(rule):
         return rule
     if isinstance(rule, (str, int)) and not isinstance(rule, bool):
-        return lambda batch: pick(batch, rule)
-    raise PolicyError(f"{rule!r} is no function of a micro-batch", 'a function, a key, or None; tokens("labels")')
+        return lambda batch: pick(batch, rule, _MEANT[name])
+    fix = 'a function, a key, or None; tokens("labels")' if name == "weight" else "a function, a key, or None"
+    if name == "weight" and isinstance(rule, (list, tuple)):
+        fix = "one function that returns a weight for each term: lambda batch: (count_one(batch), count_two(batch))"
+    raise PolicyError(f"{name}={rule!r} is no function of a micro-batch", fix)

@@ -105,6 +105,11 @@ def keep_fp32(model: nn.Module, *patterns: str | type[nn.Module]) -> Islands:
     :class:`~halfstep.errors.UnsupportedError` for a matched module with half-precision parameters, or one whose class
     cannot be changed (scripted, uninitialised lazy, patched ``forward``). Nothing has changed then.
     """
+    if not isinstance(model, nn.Module):
+        raise PolicyError(
+            f"keep_fp32 was given a model of type {type(model).__name__}",
+            'the model first, then its modules: keep_fp32(model, "decoder.*")',
+        )
     if not patterns:
         raise PolicyError("keep_fp32 was given no pattern", 'name modules ("decoder.*") or module types')
     modules: dict[str, nn.Module] = {}

@@ -262,9 +262,9 @@ class MixedPrecisionManager(Records):
     ) -> Groups[Batch]:
         """Iterate over groups of ``size`` micro-batches of any iterable, one group an update.
 
-        ``weight``     a function of a micro-batch (or a key) that counts its supervised elements, a sequence of them
-                       where the loss has several terms; None reads them from the loss's graph, and counts examples,
-                       unverified, where that cannot be read
+        ``weight``     a function of a micro-batch (or a key) that counts its supervised elements; where the loss has
+                       several terms, one function that returns a sequence, one count a term; None reads them from the
+                       loss's graph, and counts examples, unverified, where that cannot be read
         ``reduction``  of the loss of a micro-batch: "mean" over its weight, "sum", or "none": already divided by
                        ``group.weight``
         ``drop_last``  drop a short last group; otherwise it gets its own denominator. The record tells which, with

@@ -30,8 +30,9 @@ class Precision:
         self.activated = activated
         try:
             self.device_type = accelerator_type() if device is None else torch.device(device).type
-        except RuntimeError as error:
-            raise PolicyError(f"device={device!r} is no device torch knows ({error})", 'for example "cuda"') from error
+        except (RuntimeError, TypeError) as error:
+            why = str(error).splitlines()[0]
+            raise PolicyError(f"device={device!r} is no device torch knows ({why})", 'for example "cuda"') from error
         self.settled = device is not None
         """Whether the device is certain: declared, or seen."""
         self.entered = False

@@ -28,6 +28,14 @@ def schedulers_of(scheduler: Any) -> tuple[Any, ...]:
                 "ReduceLROnPlateau was given to manager.step: it moves on a validation metric, not on updates",
                 "call scheduler.step(metric) yourself after validation, and step(model, optimizer) without it",
             )
+        if isinstance(one, (torch.amp.GradScaler, torch.optim.Optimizer)):
+            kind = type(one).__name__
+            scaler = isinstance(one, torch.amp.GradScaler)
+            raise PolicyError(
+                f"{kind} was given to manager.step as a scheduler",
+                "leave it out: the manager scales the loss itself" if scaler
+                else "step(model, [optimizer, another]) for several that share this backward",
+            )  # fmt: skip
         if not callable(getattr(one, "step", None)):
             raise PolicyError(f"{type(one).__name__} is no scheduler: it has no step()", "a torch.optim.lr_scheduler")
     return schedulers

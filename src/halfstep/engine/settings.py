@@ -20,7 +20,7 @@ def activated_of(value: Any) -> bool:
             f"MixedPrecisionManager(precision={value!r})" if value in ("fp16", "bf16", "fp32")
             else "MixedPrecisionManager(True, precision=…, device=…)",
         )  # fmt: skip
-    if value is None or isinstance(value, int) or type(value).__name__ in ("bool", "bool_"):  # NumPy's flag, too
+    if isinstance(value, int) or type(value).__name__ in ("bool", "bool_"):  # NumPy's flag, too
         return bool(value)
     raise PolicyError(f"activated={value!r}, of type {type(value).__name__}, is no flag", "True or False")
 

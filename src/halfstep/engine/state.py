@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from halfstep.engine.journal import rank
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
 
 VERSION = 2
 _SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+_COUNTERS = {"attempted", "applied", "skipped", "empty", "micro_batches", "examples", "weight"}
+_POSITION = {"epoch", "micro_batches", "exhausted", "start", "now"}
+_PARTS: dict[str, type[Any]] = {
+    "version": int, "scaler": Mapping, "scale_history": Sequence, "scale_touches": int, "counters": Mapping,
+    "position": Mapping, "norms": Sequence,
+}  # fmt: skip
+_FIX = "manager.load_state_dict(checkpoint['manager']) with what manager.state_dict() gave"
 
 
 def save(manager: MixedPrecisionManager, random_state: bool) -> dict[str, Any]:
@@ -55,18 +62,16 @@ def load(manager: MixedPrecisionManager, state: dict[str, Any], position: bool) 
     if not isinstance(state, Mapping):
         raise PolicyError(
             f"load_state_dict was given a {type(state).__name__}, no state",
-            "manager.load_state_dict(checkpoint['manager']) with what manager.state_dict() gave",
+            _FIX,
         )
     account, scaler = manager._account, manager.scaler
-    if "counters" not in state:
-        if state and not state.keys() >= _SCALER:
-            raise PolicyError(
-                f"no state of a MixedPrecisionManager or a GradScaler: its keys are {sorted(map(str, state))}",
-                "manager.load_state_dict(checkpoint['manager']) with what manager.state_dict() gave",
-            )
-        if state:  # a disabled GradScaler's is empty
-            scaler.load_full_state(state, account.attempted)
+    if "counters" not in state and "version" not in state:
+        if not state.keys() >= _SCALER:
+            keys = f"its keys are {sorted(map(str, state))}" if state else "it is empty, as a disabled GradScaler's is"
+            raise PolicyError(f"no state of a MixedPrecisionManager or a GradScaler: {keys}", _FIX)
+        scaler.load_full_state(state, account.attempted)
         return
+    _require_whole(state)
     if state["version"] > VERSION:
         raise PolicyError(
             f"the state has version {state['version']}, this halfstep reads up to {VERSION}",
@@ -81,6 +86,20 @@ def load(manager: MixedPrecisionManager, state: dict[str, Any], position: bool) 
     manager.replicas.scale = state.get("reference") or None
     if "random_state" in state:
         _restore_random_state(manager, state)
+
+
+def _require_whole(state: Mapping[str, Any]) -> None:
+    """Raise where part of a state is missing or is something else, before any of it is loaded."""
+    for name, kind in _PARTS.items():
+        if name not in state:
+            raise PolicyError(f"the state of a manager has no {name!r}: it was cut, or put together by hand", _FIX)
+        if not isinstance(state[name], kind) or isinstance(state[name], str):
+            shown = f"{state[name]!r}, of type {type(state[name]).__name__}"[:160]
+            raise PolicyError(f"the state has {name} = {shown}", _FIX)
+    for name, keys in (("scaler", _SCALER), ("counters", _COUNTERS), ("position", _POSITION)):
+        missing = sorted(keys - state[name].keys())
+        if missing:
+            raise PolicyError(f"the {name} of the state has no {', '.join(missing)}", _FIX)
 
 
 def _restore_random_state(manager: MixedPrecisionManager, state: Mapping[str, Any]) -> None:

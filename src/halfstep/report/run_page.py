@@ -12,6 +12,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from halfstep.errors import PolicyError
+
 _BARS = "▁▂▃▄▅▆▇█"
 _STATUS = {"prepared": "yellow", "tried": "cyan", "accepted": "green"}
 
@@ -23,6 +25,9 @@ def show_run(record: Mapping[str, Any], console: Console) -> None:
 
 def run_page(record: Mapping[str, Any]) -> RenderableType:
     """The page, for a console or a live display. Whatever is computed, or was not observed, is marked as such."""
+    if not isinstance(record, Mapping) or "status" not in record:
+        given = "a record without a status" if isinstance(record, Mapping) else f"a {type(record).__name__}"
+        raise PolicyError(f"run_page was given {given}", "run_page(manager.report())")
     status = str(record["status"])
     title = Text.assemble(("halfstep ", "bold"), "· ", (status, f"bold {_STATUS.get(status, 'white')}"))
     if record["accepted"]:
