@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -282,3 +283,25 @@ def test_misuse_is_an_error_of_halfsteps_own(
     with pytest.raises(error) as caught:
         assert_same_update(network(), loss_fn, batches, **settings)
     assert caught.value.fix
+
+
+def test_arguments_that_cannot_be_meant() -> None:
+    model, batches = nn.Linear(2, 1), [torch.ones(2, 2)] * 2
+
+    def loss_fn(module: nn.Module, batch: Tensor) -> Tensor:
+        return module(batch).square().mean()
+
+    wrong: list[tuple[Any, type[HalfstepError], str]] = [
+        (lambda: assert_same_update(loss_fn, model, batches), MisuseError, "other way round"),
+        (lambda: assert_same_update(None, loss_fn, batches), MisuseError, "the model is a NoneType"),
+        (lambda: assert_same_update(model, loss_fn, batches, "labels"), PolicyError, "weight='labels'"),
+        (lambda: assert_same_update(model, loss_fn, batches, 4), PolicyError, "weight=4"),
+        (lambda: assert_same_update(model, loss_fn, batches, tolerance=-1), PolicyError, "tolerance=-1"),
+        (lambda: assert_same_update(model, loss_fn, batches, tolerance=math.nan), PolicyError, "tolerance=nan"),
+        (lambda: assert_same_update(model, loss_fn, batches, tolerance="1"), PolicyError, "tolerance='1'"),
+    ]
+    for call, error, words in wrong:
+        with pytest.raises(error, match=words) as caught:
+            call()
+        assert caught.value.fix
+    assert assert_same_update(model, loss_fn, batches, tolerance=0.5)

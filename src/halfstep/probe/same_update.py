@@ -10,11 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from halfstep.engine.settings import number
 from halfstep.errors import MisuseError, NonFiniteError, PolicyError, UpdateDiffersError
 from halfstep.probe.difference import Cause, causes_of
 from halfstep.probe.micro_batch.passes import unwatched
 from halfstep.probe.trial import TOLERANCES, Trial, norm, unchanged
 from halfstep.probe.whole import joined
+
+_SHARE = "a share of the contributions' norms, 0 or more; leave it out for the precision's own"
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,19 @@ def measure_update(
     tolerance: float | None = None,
 ) -> SameUpdate:
     """What :func:`assert_same_update` asserts, as a value: it does not raise where the gradients differ."""
+    if not isinstance(model, nn.Module):
+        swapped = isinstance(loss_fn, nn.Module)
+        raise MisuseError(
+            f"the model is a {type(model).__name__}"
+            + (f", the loss function a {type(loss_fn).__name__}: they stand the other way round" if swapped else ""),
+            "assert_same_update(model, loss_fn, batches)",
+        )
+    if weight is not None and not callable(weight):
+        raise PolicyError(
+            f"weight={weight!r} is no function of a micro-batch", 'halfstep.tokens("labels"), or lambda batch: …'
+        )
+    if tolerance is not None and not number("tolerance", tolerance, _SHARE) >= 0.0:
+        raise PolicyError(f"tolerance={tolerance} is no tolerance", _SHARE)
     parts = list(batches)
     if not parts:
         raise PolicyError("there are no batches to accumulate over", "pass the micro-batches of one group, as a list")
