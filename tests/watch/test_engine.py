@@ -126,6 +126,8 @@ def test_clipping_by_hand_is_named_with_the_scale_that_the_gradients_carry() -> 
     (finding,) = [f for f in session.findings if f.severity != "info"]
     assert finding.rule == "clip-scaled-gradients"
     assert finding.evidence["scale"] == 4096.0
+    assert "would have received" in finding.message
+    assert "MixedPrecisionManager(max_norm=1)" in finding.fix
     assert finding.at is not None
     assert Path(finding.at.file).name == Path(__file__).name
 
@@ -262,3 +264,55 @@ def test_zeros_that_enter_at_an_edge_of_a_graph_are_no_fault_of_the_watch() -> N
         loop.optimizer.zero_grad()
         loop.train(1)
     assert not loud(session)
+
+
+@pytest.mark.parametrize(("precision", "sizes"), [("fp32", (4, 2)), ("fp32", (4, 4)), ("fp16", (4, 4))])
+def test_an_update_by_hand_of_what_the_manager_has_still_to_divide(precision: str, sizes: tuple[int, ...]) -> None:
+    with Session() as session:
+        loop = Loop(precision=precision, init_scale=2.0**10)
+        for size in sizes:
+            loop.manager.backward(loop.loss((torch.randn(size, 5), torch.arange(size) % 3)), weight=size)
+        loop.optimizer.step()
+        loop.manager.discard()
+        loop.train(1)
+    (finding,) = [f for f in session.findings if f.severity != "info"]
+    assert finding.rule == "optimizer-step-bypasses-scaler"
+    assert "manager.step(model, optimizer)" in finding.fix
+    if precision == "fp32":
+        assert finding.evidence["undivided"] == pytest.approx(sum(sizes) / sizes[0])
+
+
+class Inside(torch.optim.SGD):
+    """Steps another optimizer of the same parameters."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.01)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_that_the_managers_own_steps_inside_is_the_managers_too() -> None:
+    with Session() as session:
+        loop = Loop(precision="fp16", init_scale=2.0**10)
+        loop.optimizer = Inside(loop.model.parameters())
+        loop.scheduler = None
+        for _ in range(3):
+            for batch in loop.batches[:2]:
+                loop.manager.backward(loop.loss(batch), weight=len(batch[1]))
+            loop.manager.step(loop.model, loop.optimizer)
+    assert not loud(session)
+
+
+def test_two_optimizers_take_turns_at_the_same_parameters() -> None:
+    with Session() as session:
+        loop = Loop(precision="fp32")
+        other = torch.optim.SGD(loop.model.parameters(), lr=0.01)
+        for number in range(8):
+            loss = loop.loss()
+            loop.manager.backward(loss)
+            loop.manager.step(loop.model, other if number % 2 else loop.optimizer)
+            loss.item()
+    assert session.findings == ()
+    assert (session.summary.attempted, session.summary.micro_batches) == (8, 8)

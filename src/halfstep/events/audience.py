@@ -13,8 +13,9 @@ from typing import Any, Protocol
 class Listener(Protocol):
     """Numbers are floats, or 0-dim tensors where they are still on a device; none may be changed."""
 
-    def contributing(self, scaler: Any) -> None:
-        """Backwards on this thread carry the scale of this scaler, until `contributed`."""
+    def contributing(self, scaler: Any, *, undivided: bool) -> None:
+        """Backwards on this thread are the engine's, until `contributed`. ``scaler``: whose scale they carry, or None
+        where losses are not scaled. ``undivided``: the update has still to divide them by the group's weight."""
 
     def contributed(self) -> None: ...
 

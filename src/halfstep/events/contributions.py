@@ -54,7 +54,8 @@ class Contribution(Event):
     ``scale``: the loss scale its root carried (None: none); ``scaler``: whose.
     ``opaque``: why it could not be weighed (then ``shares`` may be partial).
     ``loss``: the root's value as passed to backward, scale included. ``dtype``: the root's. ``seeded``: the scale came
-    in as the gradient of the root, whose own value does not carry it (halfstep's engine does so).
+    in as the gradient of the root, whose own value does not carry it (halfstep's engine does so). ``managed``: made by
+    halfstep's engine; ``undivided``: its update has still to divide the gradients by the group's weight.
     ``autocast``: half dtype of the autocast region the last forward ran in, or None; ``inside_autocast``: backward was
     itself called inside a region that is on. ``halves``: half dtype -> operators that computed in it, where the
     micro-batch was looked at (else None). ``lost``: the largest share of a gradient's elements that FP16 rounded to
@@ -88,6 +89,8 @@ class Contribution(Event):
     lost: float | None = None
     lost_by: str | None = None
     seeded: bool = False
+    managed: bool = False
+    undivided: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,8 @@ class Attempt(Event):
     optimizer divides gradients by inside its own pass. ``gradients``: parameter tensors that held a gradient.
     ``norm``: of the gradients as the optimizer saw them, where it was measured. ``moved``: whether a parameter changed.
     ``states``: parameter tensors that already had optimizer state. ``weights``: norm of the parameters after it, where
-    it was measured (the first attempts, then some); NaN or inf when it wrote such values.
+    it was measured (the first attempts, then some); NaN or inf when it wrote such values. ``managed``: made by
+    halfstep's engine.
     """
 
     optimizer: int
@@ -94,6 +95,7 @@ class Attempt(Event):
     moved: bool | None = None
     states: int | None = None
     weights: float | None = None
+    managed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from halfstep.events.audience import LISTENERS
 from halfstep.watch.gradients import Gradients, Mark
 from halfstep.watch.halves import Halves
 from halfstep.watch.patches import Patches
-from halfstep.watch.scalers import Scalers, counts, rate
+from halfstep.watch.scalers import Announcement, Scalers, counts, rate
 from halfstep.watch.schedulers import Schedulers
 from halfstep.watch.stream import Late
 
@@ -56,14 +56,16 @@ class Announced:
 
     # -- contributions -------------------------------------------------------------------------------------------
 
-    def contributing(self, scaler: Any) -> None:
-        self._observe(self._contributing, scaler)
+    def contributing(self, scaler: Any, *, undivided: bool) -> None:
+        self._observe(self._contributing, scaler, undivided)
 
-    def _contributing(self, scaler: Any) -> None:
-        scale = self._scalers.scale_now(scaler)
+    def _contributing(self, scaler: Any, undivided: bool) -> None:
+        scale = None if scaler is None else self._scalers.scale_now(scaler)
+        mark = None
         if scale is not None:
             self._know(scaler)
-            self._scalers.announced = Mark(self._session.ident("scaler", scaler), scale)
+            mark = Mark(self._session.ident("scaler", scaler), scale)
+        self._scalers.announced = Announcement(mark, undivided)
 
     def contributed(self) -> None:
         self._scalers.announced = None
@@ -118,25 +120,24 @@ class Announced:
 
     def _attempted(self, optimizers: Sequence[Optimizer], scaler: Any, divisor: Any, empty: Any, moved: bool) -> None:
         self._scalers.leave()
-        self._gradients.settle()
+        changes = self._gradients.settle()
         stream, at = self._session.stream, self._session.place()
-        made = {draft.fields["optimizer"]: draft for draft in self._scalers.attempts}
-        fields: dict[str, Any] = {"at": at, "divided_by": None}  # what it clips by is no part of it
+        made = {draft.fields["optimizer"] for draft in self._scalers.attempts}
+        fields: dict[str, Any] = {"at": at, "managed": True, "divided_by": None}  # what it clips by is no part of it
         if isinstance(divisor, torch.Tensor):
             fields["divided_by"] = Late(divisor.clone())
         elif divisor != 1.0:
             fields["divided_by"] = float(divisor)
         if scaler is not None:
             fields.update(via="scaler", scaler=self._session.ident("scaler", scaler))
+        for draft in self._scalers.attempts:  # by itself it may still skip, and says so; one may step another inside
+            draft.fields.update(fields)
         cleared = {}
         for optimizer in optimizers:
             ident = self._session.ledger.ident(optimizer)
             known = self._counts.pop(ident, None) or counts(optimizer)
             cleared[ident] = known["gradients"]
-            draft = made.get(ident)
-            if draft is not None:  # it was stepped: by itself it may still skip, and says so
-                draft.fields.update(fields)
-            else:
+            if ident not in made:
                 nothing = not isinstance(empty, torch.Tensor) and empty != 0.0
                 outcome = "empty" if nothing else "skipped"
                 told = {**fields, **known, "outcome": outcome, "lr": rate(optimizer)}
@@ -144,6 +145,9 @@ class Announced:
                     passed_over(optimizer)
                 stream.emit(Attempt, optimizer=ident, **told)
             self._gradients.attempted(optimizer)
+        for ident, change in changes.items():  # they own some of the same parameters
+            if change.cleared:
+                cleared.setdefault(ident, change.cleared)
         stream.emit(GradientsCleared, at=at, optimizers=cleared, how="manager.step", had=sum(cleared.values()))
         if scaler is not None and moved:
             self._updated(scaler, given=False)

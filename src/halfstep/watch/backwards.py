@@ -84,7 +84,7 @@ class Backwards:
             self._gradients.settle()
             return
         announced = self._scalers.announced
-        mark = announced or self._scalers.mark_of(roots)
+        mark = self._scalers.mark_of(roots) if announced is None else announced.mark
         changes = {i: c for i, c in self._gradients.settle().items() if c.received}
         self._gradients.contributed(changes, mark)
         lost, lost_by = self._underflow.taken() or (None, None)
@@ -102,8 +102,10 @@ class Backwards:
             scale=Late(mark.scale) if mark else None,
             scaler=mark.scaler if mark else None,
             opaque=opaque,
-            loss=_value(roots, announced),
-            seeded=announced is not None,
+            loss=_value(roots, None if announced is None else mark),
+            seeded=announced is not None and mark is not None,
+            managed=announced is not None,
+            undivided=announced is not None and announced.undivided,
             dtype=name_of(roots[0].dtype) if roots else "float32",
             device=roots[0].device.type if roots else "cpu",
             thread=threading.get_ident(),

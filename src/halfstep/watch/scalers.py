@@ -40,6 +40,13 @@ class _Call(NamedTuple):
     outer: bool
 
 
+class Announcement(NamedTuple):
+    """What halfstep's engine tells of a backward: the scale it carries, and whether it is still to be divided."""
+
+    mark: Mark | None
+    undivided: bool
+
+
 class Scalers:
     def __init__(self, session: Session, gradients: Gradients, halves: Halves) -> None:
         self._session = session
@@ -50,7 +57,7 @@ class Scalers:
         self.off: dict[int, Place | None] = {}  # where scalers were made that were switched off then
         self.loaded: dict[int, Place | None] = {}  # and where a state was loaded into them
 
-    announced: PerThread[Mark | None] = PerThread(lambda: None)  # of the engine's backward that is running
+    announced: PerThread[Announcement | None] = PerThread(lambda: None)  # of the engine's backward that is running
     _within: PerThread[Counter[str]] = PerThread(Counter)
     attempts: PerThread[list[Draft]] = PerThread(list)  # made inside the scaler.step that is running
 

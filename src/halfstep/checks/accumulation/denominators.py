@@ -87,6 +87,8 @@ class Denominators(BaseCheck):
         optimizer = story.optimizer(update.optimizer)
         if not live or update.stale or optimizer.is_idle or is_driven(update, optimizer.made):
             return
+        if not update.attempt.managed and any(c.undivided for c in live):
+            return  # stepped by hand before the engine divided: another rule's
         found = strands(update)
         routes = {s.last.route for s in found}
         recall(self._attempted, update.optimizer, set).update(routes)

@@ -35,16 +35,24 @@ class ClipScaledGradients(BaseCheck):
                 continue
             received = min(event.limit, event.norm if event.norm is not None else math.inf) / now.scale
             each = "an element" if event.kind == "value" else "a norm"
+            managed = any(c.managed for c in story.optimizer(ident).live)
+            did, fix = (
+                "received",
+                "scaler.unscale_(optimizer)  # once, after the group's last backward and before clipping",
+            )
+            if managed:  # which refuses the update, or clips by itself
+                did, fix = "would have received", "leave it to manager.step, which clips once and unscaled: "
+                fix += f"MixedPrecisionManager(max_norm={event.limit:g})"
             yield Finding(
                 rule="clip-scaled-gradients",
                 severity="error",
                 at=event.at,
                 message=(
                     f"clipped to {event.limit:g} while multiplied by the loss scale {now.scale:g}: "
-                    f"the optimizer received {each} of at most {received:.2g}"
+                    f"the optimizer {did} {each} of at most {received:.2g}"
                 ),
                 evidence={"limit": event.limit, "scale": now.scale, "norm": event.norm, "received": received},
-                fix="scaler.unscale_(optimizer)  # once, after the group's last backward and before clipping",
+                fix=fix,
             )
             return
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from halfstep.checks.accumulation.weights import later_factor, near, terms
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.scaling.carried import Carried, carried
 from halfstep.checks.story import Story, Update
@@ -144,12 +145,22 @@ class StepBypassesScaler(BaseCheck):
         attempt = update.attempt
         if attempt.via != "optimizer" or attempt.closure or attempt.divided_by is not None or not update.applied:
             return
+        if attempt.managed:
+            return
         now = carried(update)
         if is_two_step(update):
             return
+        managed = any(c.managed for c in update.live)
+        verb = "manager.step(model, optimizer)" if managed else "scaler.step(optimizer)"
+        owed = _owed(update)
         if now.scaled and now.scale is not None:
             norm = f" (norm {attempt.norm:.3g})" if attempt.norm is not None else ""
             message = f"optimizer.step() used gradients that are multiplied by the loss scale {now.scale:g}{norm}"
+        elif owed is not None:
+            message = (
+                "optimizer.step() used gradients that manager.step has still to divide by the group's weight: their "
+                f"coefficients add up to {owed:.4g}"
+            )
         elif self._again(update, story):
             message = (
                 "optimizer.step() was called on gradients that scaler.step(optimizer) had just used: two updates for "
@@ -165,8 +176,8 @@ class StepBypassesScaler(BaseCheck):
             at=attempt.at,
             update=update.number,
             message=message,
-            evidence={"scale": now.scale, "norm": attempt.norm, "nonfinite": attempt.nonfinite},
-            fix="scaler.step(optimizer)  # in place of optimizer.step()",
+            evidence={"scale": now.scale, "norm": attempt.norm, "nonfinite": attempt.nonfinite, "undivided": owed},
+            fix=f"{verb}  # in place of optimizer.step()",
         )
 
     @staticmethod
@@ -175,6 +186,16 @@ class StepBypassesScaler(BaseCheck):
             return False
         earlier = [u for u in story.optimizer(update.optimizer).updates if u.number < update.number]
         return bool(earlier) and earlier[-1].attempt.via == "scaler" and bool(earlier[-1].live)
+
+
+def _owed(update: Update) -> float | None:
+    """What the coefficients add up to that halfstep's engine was still to divide; None where that is 1 or not known."""
+    if not any(c.undivided for c in update.live) or later_factor(update) != 1.0:
+        return None
+    for term in terms(update.live):
+        if term.known and not near(term.total, 1.0):
+            return term.total
+    return None
 
 
 def is_two_step(update: Update) -> bool:
