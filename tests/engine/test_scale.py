@@ -67,6 +67,9 @@ def test_state_goes_both_ways() -> None:
     with pytest.raises(PolicyError, match="as a disabled GradScaler's"):
         manager.load_state_dict({})
     assert manager.loss_scale == 512.0
+    without = MixedPrecisionManager(precision="bf16")
+    without.load_state_dict(torch.amp.GradScaler("cpu", enabled=False).state_dict())
+    assert without.loss_scale == 1.0
 
 
 def test_a_run_without_a_scale_keeps_the_one_it_was_given() -> None:

@@ -66,6 +66,8 @@ def load(manager: MixedPrecisionManager, state: dict[str, Any], position: bool) 
         )
     account, scaler = manager._account, manager.scaler
     if "counters" not in state and "version" not in state:
+        if not state and not scaler.is_enabled():
+            return  # a disabled GradScaler's, for a run that has no loss scale either
         if not state.keys() >= _SCALER:
             keys = f"its keys are {sorted(map(str, state))}" if state else "it is empty, as a disabled GradScaler's is"
             raise PolicyError(f"no state of a MixedPrecisionManager or a GradScaler: {keys}", _FIX)
