@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from halfstep.cli import outputs
+from halfstep.cli import options
 
 if TYPE_CHECKING:
     from halfstep.probe.bench import Bench as Measured
@@ -30,7 +30,7 @@ has, within a budget of time; slow precisions are measured on small sizes. Ctrl-
         how_long = parser.add_mutually_exclusive_group()
         how_long.add_argument("--seconds", metavar="S", type=_positive, default=40.0, help="the budget (default: 40)")
         how_long.add_argument("--quick", action="store_const", const=10.0, dest="seconds", help="--seconds 10")
-        parser.add_argument("--json", metavar="FILE", type=outputs.file, help="write what was measured as JSON")
+        parser.add_argument("--json", metavar="FILE", type=options.file, help="write what was measured as JSON")
 
     def run(self, args: argparse.Namespace) -> int:
         from halfstep.cli.watched import write

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from halfstep import launch
-from halfstep.cli import outputs
+from halfstep.cli import options
 
 
 class Compare:
@@ -37,7 +37,9 @@ all runs and compares what was reached."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.usage = "halfstep compare [options] [--] SCRIPT [ARGS…]   (or -m MODULE, -c CODE)"
-        parser.add_argument("--updates", metavar="N", type=_count, help="end each run after N attempted updates")
+        parser.add_argument(
+            "--updates", metavar="N", type=options.updates, help="end each run after N attempted updates"
+        )
         parser.add_argument(
             "--metric",
             metavar="NAME",
@@ -60,9 +62,9 @@ all runs and compares what was reached."""
         )
         parser.add_argument("--seed", metavar="S", type=_seed, default=0, help="of both runs, before the script's (0)")
         parser.add_argument("--together", action="store_true", help="run the two at once, not one after the other")
-        parser.add_argument("--keep", metavar="DIR", type=outputs.folder, help="keep what the runs printed and told")
-        parser.add_argument("--json", metavar="FILE", type=outputs.file, help="write the comparison as JSON")
-        parser.add_argument("--html", metavar="FILE", type=outputs.file, help="write the comparison as one HTML file")
+        parser.add_argument("--keep", metavar="DIR", type=options.folder, help="keep what the runs printed and told")
+        parser.add_argument("--json", metavar="FILE", type=options.file, help="write the comparison as JSON")
+        parser.add_argument("--html", metavar="FILE", type=options.file, help="write the comparison as one HTML file")
         parser.add_argument("--twice", action="store_true", help="never a further run, even where it would decide")
         # One of the runs.
         parser.add_argument("--side", help=argparse.SUPPRESS)
@@ -79,12 +81,6 @@ all runs and compares what was reached."""
         from halfstep.cli.comparing import compare
 
         return compare(args)
-
-
-def _count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of updates (1 or more)")
-    return int(text)
 
 
 def _seed(text: str) -> int:

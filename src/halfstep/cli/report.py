@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from halfstep.cli import outputs
+from halfstep.cli import options
 
 
 class Report:
@@ -21,9 +21,9 @@ Judges the events kept by `halfstep run --record DIR` and shows them; works on t
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("records", nargs="+", metavar="RECORD", type=Path, help="a folder written by --record")
         parser.add_argument(
-            "--json", metavar="FILE", type=outputs.file, help="write the findings as JSON (one record only)"
+            "--json", metavar="FILE", type=options.file, help="write the findings as JSON (one record only)"
         )
-        parser.add_argument("--html", metavar="FILE", type=outputs.file, help="write one HTML file (one record only)")
+        parser.add_argument("--html", metavar="FILE", type=options.file, help="write one HTML file (one record only)")
 
     def run(self, args: argparse.Namespace) -> int:
         from rich.console import Console

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from halfstep import launch
-from halfstep.cli import outputs
+from halfstep.cli import options
 
 
 class Run:
@@ -26,12 +26,14 @@ exit status: the script's own; 2 for a wrong use of this command; 3 by --fail-on
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.usage = "halfstep run [options] [--] SCRIPT [ARGS…]   (or -m MODULE, -c CODE)"
-        parser.add_argument("--json", metavar="FILE", type=outputs.file, help="write the findings as JSON")
-        parser.add_argument("--html", metavar="FILE", type=outputs.file, help="write the report as one HTML file")
+        parser.add_argument("--json", metavar="FILE", type=options.file, help="write the findings as JSON")
+        parser.add_argument("--html", metavar="FILE", type=options.file, help="write the report as one HTML file")
         parser.add_argument(
-            "--record", metavar="DIR", type=outputs.folder, help="keep the run's record, for halfstep report"
+            "--record", metavar="DIR", type=options.folder, help="keep the run's record, for halfstep report"
         )
-        parser.add_argument("--updates", metavar="N", type=_count, help="stop after N applied updates, with the report")
+        parser.add_argument(
+            "--updates", metavar="N", type=options.updates, help="stop after N applied updates, with the report"
+        )
         parser.add_argument(
             "--fail-on",
             choices=("error", "warning", "never"),
@@ -62,9 +64,3 @@ class Silence:
 
     def on_fork(self) -> launch.Hooks | None:
         return None
-
-
-def _count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of updates (1 or more)")
-    return int(text)

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from halfstep.report.terminal import print_line
+
 BLAME = {
     "precision": ("precision is to blame", "bold red"),
     "not precision": ("precision is not to blame", "bold green"),
@@ -23,10 +25,10 @@ _LAYERS = 6
 def show_comparison(doc: Mapping[str, Any], console: Console) -> None:
     """The verdict, the criterion, where the runs part, then updates and layers side by side."""
     words, style = BLAME[doc["verdict"]["blame"]]
-    _print(console, Text.assemble(("halfstep compare", "bold"), " · ", (words, style)))
-    _print(console, Text(doc["verdict"]["words"]))
+    print_line(console, Text.assemble(("halfstep compare", "bold"), " · ", (words, style)))
+    print_line(console, Text(doc["verdict"]["words"]))
     for line in lines(doc):
-        _print(console, Text(line))
+        print_line(console, Text(line))
     if doc["updates"]:
         console.print()
         console.print(_updates(doc))
@@ -36,8 +38,8 @@ def show_comparison(doc: Mapping[str, Any], console: Console) -> None:
     for side, run in doc["runs"].items():
         if run["output"]:
             console.print()
-            _print(console, Text(f"the end of what the run {NAMES[side]} printed:", style="dim"))
-            _print(console, Text("\n".join(run["output"].rstrip().splitlines()[-8:])))
+            print_line(console, Text(f"the end of what the run {NAMES[side]} printed:", style="dim"))
+            print_line(console, Text("\n".join(run["output"].rstrip().splitlines()[-8:])))
 
 
 def lines(doc: Mapping[str, Any]) -> list[str]:
@@ -170,8 +172,3 @@ def shown(value: float | None) -> str:
     if value is None:
         return "–"
     return f"{value:.4g}" if math.isfinite(value) else str(value)
-
-
-def _print(console: Console, text: Text) -> None:
-    """Whole lines where the console is no terminal, so that they can be searched and cut."""
-    console.print(text, highlight=False, soft_wrap=not console.is_terminal)

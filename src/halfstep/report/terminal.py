@@ -31,14 +31,14 @@ def show(findings: Sequence[Finding], summary: Summary, console: Console) -> Non
     head.append(ran(summary))
     if not loud:
         head.append(f" · {judged(summary)}")
-    _print(console, head)
+    print_line(console, head)
     for finding in findings:
-        _print(console, Text())
+        print_line(console, Text())
         _show(finding, console)
     if loud:
-        _print(console, Text())
-        _print(console, Text(f"{counted(findings)} · {judged(summary)}"))
-        _print(console, Text(f"more: halfstep explain {loud[0].rule}", style="dim"))
+        print_line(console, Text())
+        print_line(console, Text(f"{counted(findings)} · {judged(summary)}"))
+        print_line(console, Text(f"more: halfstep explain {loud[0].rule}", style="dim"))
 
 
 def _show(finding: Finding, console: Console) -> None:
@@ -53,7 +53,7 @@ def _show(finding: Finding, console: Console) -> None:
         grid.add_row(left, right)
         console.print(grid)
     else:
-        _print(console, Text.assemble(left, "  ", right))
+        print_line(console, Text.assemble(left, "  ", right))
     source = _source(finding.at)
     if finding.at is not None and source:
         _body(console, Text.assemble((f"{finding.at.line} │ ", "dim"), source))
@@ -67,10 +67,11 @@ def _body(console: Console, text: Text) -> None:
         console.print(Padding(text, (0, 0, 0, _INDENT)), highlight=False)
     else:
         for line in text.split("\n"):
-            _print(console, Text(" " * _INDENT) + line)
+            print_line(console, Text(" " * _INDENT) + line)
 
 
-def _print(console: Console, text: Text) -> None:
+def print_line(console: Console, text: Text) -> None:
+    """Whole lines where the console is no terminal, so that they can be searched and cut."""
     console.print(text, highlight=False, soft_wrap=not console.is_terminal)
 
 

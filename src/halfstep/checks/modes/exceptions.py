@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from halfstep.checks.quoting import quoted
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.story import Story
 from halfstep.events import (
@@ -95,7 +96,7 @@ class DtypesMet(BaseCheck):
             severity="error",
             at=function.at or event.at,
             message=(
-                f"{function.phase} of {function.function} met mixed dtypes without {missing}: {saved} ({_short(event)})"
+                f"{function.phase} of {function.function} met mixed dtypes without {missing}: {saved} ({quoted(event)})"
             ),
             evidence={"function": function.function, "phase": function.phase, "exception": event.message[:200]},
             phase=function.phase,
@@ -112,7 +113,7 @@ class DtypesMet(BaseCheck):
             at=function.at or event.at,
             message=(
                 f"custom_bwd of {function.function} found nothing of custom_fwd on its context: forward is not wrapped "
-                f"by it, or setup_context is separate ({_short(event)})"
+                f"by it, or setup_context is separate ({quoted(event)})"
             ),
             evidence={"function": function.function, "exception": event.message[:200]},
             phase="backward",
@@ -126,7 +127,7 @@ class DtypesMet(BaseCheck):
             at=function.at or event.at,
             message=(
                 f"backward of {function.function} runs its forward again without the {on.dtype} autocast the first one "
-                f"had: half-precision activations meet float32 weights ({_short(event)})"
+                f"had: half-precision activations meet float32 weights ({quoted(event)})"
             ),
             evidence={"function": function.function, "autocast": on.dtype, "exception": event.message[:200]},
             phase="backward",
@@ -144,13 +145,8 @@ class DtypesMet(BaseCheck):
             at=event.at,
             message=(
                 f"{where} received {on.dtype} values from an autocast region: nothing casts them there "
-                f"({_short(event)})"
+                f"({quoted(event)})"
             ),
             evidence={"dtype": on.dtype, "exception": event.message[:200]},
             fix="cast what enters: x.float()" if inner is not None else "cast what leaves the region: x.float()",
         )
-
-
-def _short(event: Raised) -> str:
-    words = " ".join(event.message.split())
-    return f"{event.type}: {words if len(words) < 120 else words[:117] + '...'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from halfstep.checks.quoting import quoted
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.story import Story
 from halfstep.events import AutocastEntered, Event, Finding, Raised
@@ -74,7 +75,7 @@ def _constant(event: Raised, dtype: str) -> Finding:
         rule="half-constant-overflow",
         severity="error",
         at=event.at,
-        message=f"a constant does not fit {dtype}, whose largest number is {largest:g} (torch: {_short(event)})",
+        message=f"a constant does not fit {dtype}, whose largest number is {largest:g} (torch: {quoted(event)})",
         evidence={"exception": event.type, "dtype": dtype, "limit": largest},
         fix="take the constant from the dtype: torch.finfo(x.dtype).min, or float('-inf')",
         phase="forward",
@@ -87,7 +88,7 @@ def _unsafe(event: Raised, operator: str) -> Finding:
         rule="saturated-half-probabilities",
         severity="error",
         at=event.at,
-        message=f"{name} on probabilities under autocast: in half precision they round to 0 and 1 ({_short(event)})",
+        message=f"{name} on probabilities under autocast: in half precision they round to 0 and 1 ({quoted(event)})",
         evidence={"exception": event.type},
         fix="compute the loss on the logits: binary_cross_entropy_with_logits",
         operator=name,
@@ -101,13 +102,8 @@ def _unsupported(event: Raised, operator: str | None, dtype: str | None) -> Find
         rule="half-unsupported-operator",
         severity="error",
         at=event.at,
-        message=f"{operator or 'an operator'} has no {half} form, and half precision reached it ({_short(event)})",
+        message=f"{operator or 'an operator'} has no {half} form, and half precision reached it ({quoted(event)})",
         evidence={"exception": event.type, "dtype": half},
         fix="cast its input to float32 at this line: x.float()",
         operator=operator,
     )
-
-
-def _short(event: Raised) -> str:
-    words = " ".join(event.message.split())
-    return f"{event.type}: {words if len(words) < 120 else words[:117] + '...'}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from halfstep.checks.quoting import quoted
 from halfstep.checks.registry import BaseCheck
 from halfstep.checks.scaling.carried import carried
 from halfstep.checks.story import OptimizerStory, Story
@@ -78,7 +79,7 @@ class RefusedByScaler(BaseCheck):
             rule=rule,
             severity="error",
             at=at or event.at,
-            message=f"{message} (torch: {_short(event)})",
+            message=f"{message} (torch: {quoted(event)})",
             evidence={"exception": event.type, "words": event.message[:200], "verb": event.verb},
             fix=fix,
         )
@@ -246,11 +247,6 @@ class RefusedByScaler(BaseCheck):
 
 def _contributed_since(optimizer: OptimizerStory) -> bool:
     return bool(optimizer.pending)
-
-
-def _short(event: Refused) -> str:
-    words = " ".join(event.message.split())
-    return f"{event.type}: {words if len(words) < 120 else words[:117] + '...'}"
 
 
 _Explain = Callable[[RefusedByScaler, Refused, Story], Finding | None]

@@ -1,10 +1,17 @@
-"""Where a subcommand is to write: looked at before anything runs, for hours perhaps."""
+"""Values of options that several subcommands take: looked at before anything runs, for hours perhaps."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from pathlib import Path
+
+
+def updates(text: str) -> int:
+    """An option's value as a number of updates."""
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of updates (1 or more)")
+    return int(text)
 
 
 def file(text: str) -> Path:
